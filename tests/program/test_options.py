@@ -79,7 +79,7 @@ def test_steps_per_call_refuses_writes_to_python(write: str) -> None:
         return x * 2
 
     stack = torch.ones(3, 2).to("jax")
-    with pytest.raises(spmd.TraceError, match=r"steps_per_call > 1 writes to Python"):
+    with pytest.raises(spmd.TraceError, match=r"steps_per_call > 1 writes to a Python object"):
         spmd.compile(step, steps_per_call=3)(stack, {"x": stack})
     write = "nothing"
     assert spmd.compile(step, steps_per_call=3)(stack, {"x": stack}).shape == (3, 2)

@@ -1,1 +1,1 @@
-"""Loops, branches, recomputation: parts of a trace that run several times, or not at all."""
+"""Control flow, micro-batches and recomputation: parts of a trace that run repeatedly or conditionally."""

@@ -1,4 +1,4 @@
-"""`spmd.accumulate(k)`: a loop over k micro-batches that is traced twice, whatever k is.
+"""`spmd.accumulate(k)`: a loop over k micro-batches that is traced twice, for any k.
 
     @spmd.compile
     def step(xs, ys):                      # [k, batch, ...]
@@ -7,9 +7,9 @@
         opt.step()
         return losses.mean()
 
-It means `[micro(xs[i], ys[i]) for i in range(k)]`, stacked. Eagerly it is that loop. In a compiled function the first round
-runs as it stands, so that gradients are born as PyTorch makes them; the other rounds are one `jax.lax.scan` whose carry is
-every buffer that a round writes.
+It is equivalent to `[micro(xs[i], ys[i]) for i in range(k)]` with stacked results. In eager mode it runs this loop. In a compiled
+function the first micro-batch is traced as it stands, so that gradients are created as in PyTorch. The other micro-batches are one
+`jax.lax.scan`, whose carry is every buffer that a micro-batch writes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
         a new first dim of size k.
 
     Raises:
-        SpmdError: an argument has no first dim of size k, or k is not a number of micro-batches.
+        SpmdError: `rounds` is less than 1, or an argument has no first dim of size k.
+        TraceError: inside a compiled function, every micro-batch changes a Python object.
     """
     if rounds < 1:
-        raise SpmdError(message(f"accumulate({rounds!r}) is not a number of micro-batches", fix="spmd.accumulate(4)"))
+        raise SpmdError(message(f"accumulate got {rounds!r} micro-batches, but needs at least 1", fix="spmd.accumulate(4)"))
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: torch.Tensor) -> Any:
@@ -72,7 +73,14 @@ def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
-    """The rounds as one scan: carry is what a round writes and the random state; results are stacked."""
+    """Run micro-batches as one scan. The carry is the buffers that a micro-batch writes and the random state.
+
+    Args:
+        stacks: arrays of shape [rounds, batch, ...].
+
+    Returns:
+        The results, stacked along a new first dim.
+    """
     words = words_now()
     tree: list[Any] = []
     carried: list[Buffer] = []

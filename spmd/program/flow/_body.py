@@ -1,7 +1,7 @@
-"""A function of tensors that a trace runs in another place than it stands: a branch, the body of a loop.
+"""A function of tensors that is traced separately from the code around it: a branch, or the body of a loop.
 
-It may read and write what lies around it. The first, abstract trace finds what; its gradient is torch's own, from a trace with
-leaves in place of operands and closure tensors.
+It may read and write tensors from outside. The first, abstract trace finds them. Its gradient is computed by torch's autograd, in a
+trace with new leaves in place of the operands and closure tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ Fn = Callable[..., Any]
 
 @dataclass
 class Body:
-    """A function of tensors that is traced more than once, and what its first trace found.
+    """A function of tensors that is traced more than once, with the results of its first trace.
 
     Attributes:
         fn: takes the operands, returns any container of tensors.
-        operands: its example operands; what is no device tensor is passed on as it is.
-        closure: tensors with a gradient that it takes from around it.
-        written: buffers from around it that it writes.
-        seen: buffers from around it that it reads or writes, with their values then.
-        draws: random numbers that one run of it draws.
+        operands: example operands; a value that is not a device tensor is passed on unchanged.
+        words: random state at its start.
+        closure: tensors with a gradient that it captures.
+        written: buffers from outside that it writes.
+        seen: buffers from outside that it reads or writes, with their values before the trace.
+        draws: number of random draws in one run.
         shapes: shape and dtype of each result.
         tree: container of the results.
-        grads: for each result whether a gradient flows back from it.
-        writes: what it writes to Python.
+        grads: for each result, whether a gradient flows back from it.
+        writes: its writes to Python objects.
     """
 
     fn: Fn
@@ -54,7 +55,7 @@ class Body:
     writes: BodyWrites = field(default_factory=BodyWrites)
 
     def __post_init__(self) -> None:
-        """Trace it once, abstractly."""
+        """Trace the function once, abstractly."""
 
         def discover(arrays: list[Any]) -> list[Any]:
             with one_round(self.words) as round_, self.writes.traced():
@@ -75,16 +76,16 @@ class Body:
 
     @staticmethod
     def arrays(operands: Sequence[Any]) -> list[Any]:
-        """The arrays among some operands."""
+        """Arrays of the device tensors among some operands."""
         return [load(t) for t in operands if is_device_tensor(t)]
 
     def bound(self, arrays: Sequence[Any]) -> list[Any]:
-        """The operands with other arrays, as tensors of their own."""
+        """The operands with their device tensors replaced by new ones that hold `arrays`."""
         rest = iter(arrays)
         return [wrap(next(rest)) if is_device_tensor(t) else t for t in self.operands]
 
     def run(self, arrays: Sequence[Any], words: Any, written: Sequence[Buffer], values: Sequence[Any] | None = None) -> Any:
-        """(results, new values of `written`) as arrays; `values`: what these held before, if not what they hold now."""
+        """(results, new values of `written`) as arrays; `values`: initial values of `written`, by default the current ones."""
         with one_round(words) as round_, self.writes.traced():
             if values is not None:
                 round_.hold(dict(zip(written, values, strict=True)))
@@ -95,12 +96,13 @@ class Body:
     def pull_back(
         self, arrays: Sequence[Any], closure: Sequence[Any], held: dict[Buffer, Any], words: Any, wanted: Sequence[int], cotangents: Any
     ) -> list[Any]:
-        """Gradients, as arrays, for the operands at the positions `wanted` (of the tensors among them) and the closure.
+        """Gradients, as arrays, of the operands at the positions `wanted` (among the tensors) and of the closure tensors.
 
         Args:
-            arrays, closure: the values of the operands and of the closure tensors.
-            held: buffers from around it, with the values that they had when it ran.
-            cotangents: one array per result, None where no gradient flows.
+            arrays, closure: values of the operands and of the closure tensors.
+            held: buffers from outside, with their values before the forward run.
+            words: random state before the forward run.
+            cotangents: one array per result; None if no gradient flows.
         """
         with one_round(words) as round_:
             round_.hold(held)
@@ -115,10 +117,10 @@ class Body:
 
 
 def _as_array(value: Any) -> Any:
-    """A result of a branch or a body as an array.
+    """A result of a branch or a loop body as an array.
 
     Raises:
-        TraceError: it is no tensor on device 'jax'.
+        TraceError: it is not a tensor on device 'jax'.
     """
     if is_device_tensor(value):
         return load(value)

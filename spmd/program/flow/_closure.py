@@ -1,8 +1,8 @@
-"""The tensors that a branch or a loop body takes from around it and whose gradient it would change.
+"""Tensors with a gradient that a branch or a loop body captures.
 
-`torch.cond(pred, f, g, operands)` differentiates with respect to its operands and to what `f` and `g` close over: a module's
-parameters, an activation. The first trace of the body finds them; the backward pass puts leaves of its own in their place,
-so that autograd stops there instead of running on into the graph around.
+`torch.cond(pred, f, g, operands)` is differentiable with respect to its operands and the tensors that `f` and `g` close over, such as
+a module's parameters or an activation. The first trace of the body finds them. The backward pass replaces them by new leaves, so that
+autograd stops there instead of continuing into the outer graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 
 
 def graph_mark() -> int:
-    """A number that autograd nodes made before now are below, and nodes made later are not."""
+    """A sequence number: autograd nodes created so far have smaller ones, later nodes do not."""
     with torch.enable_grad():
         node: Any = (torch.zeros((), requires_grad=True) * 1).grad_fn
     return node._sequence_nr()
@@ -36,13 +36,13 @@ class _Mode(TorchFunctionMode):
 
 
 class Closure(_Mode):
-    """While active, notes tensors with a gradient that a function uses and did not make.
+    """Mode that records the tensors with a gradient that a function uses but did not create.
 
     Args:
-        is_newborn: whether a buffer was made since this was made.
+        is_newborn: whether a buffer was created inside the function.
 
     Attributes:
-        tensors: these, by id.
+        tensors: the recorded tensors, by id.
     """
 
     def __init__(self, is_newborn: Callable[[Buffer], bool]) -> None:
@@ -66,15 +66,15 @@ class Closure(_Mode):
 
 
 class Substituted(_Mode):
-    """While active, a function that uses one tensor gets another one instead.
+    """Mode that replaces tensors among the arguments of torch functions.
 
     Args:
-        pairs: (tensor, the one to use instead).
+        pairs: (tensor, its replacement).
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
-        self._instead = {id(old): (old, new) for old, new in pairs}  # the old one is held, so that no id is used twice
+        self._instead = {id(old): (old, new) for old, new in pairs}  # keeps the old one alive, so that its id is not reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = self._instead
@@ -89,14 +89,14 @@ def gradients(
     wanted: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
-    """Gradients of `fn(*operands)` with respect to `wanted`, zeros where it does not depend on one.
+    """Gradients of `fn(*operands)` with respect to `wanted`; zeros for a tensor that the results do not depend on.
 
     Args:
-        pairs: closure tensors, each with the leaf that stands for it.
-        cotangents: one per leaf of the result; None where no gradient flows.
+        pairs: closure tensors, each with the leaf that replaces it.
+        cotangents: one per leaf of the result; None if no gradient flows.
 
     Raises:
-        TraceError: the function's graph reaches a tensor that the first trace of it did not see.
+        TraceError: the function's graph reaches a tensor that its first trace did not record.
     """
     mark = graph_mark()
     with torch.enable_grad(), Substituted(pairs):

@@ -1,7 +1,7 @@
-"""`torch.cond` in a trace: one `lax.cond`, its gradient another one of the same predicate.
+"""`torch.cond` in a trace: one `lax.cond`, and for its gradient another one with the same predicate.
 
-The random stream advances by the draws of the branch that draws more, whichever is taken, since the count of draws is known
-to the host alone.
+The random stream advances by the larger number of draws of the two branches, whichever is taken, since the host counts the draws and
+does not know the predicate.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from spmd.program.flow._round import words_now
 
 
 def conditional(pred: torch.Tensor, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
-    """`torch.cond` inside a trace; `pred`: one element on device 'jax'.
+    """`torch.cond` inside a trace.
+
+    Args:
+        pred: a tensor of one element on device 'jax'.
 
     Raises:
-        TraceError: the branches return different structures, shapes or dtypes.
+        TraceError: the branches return different structures, shapes or dtypes, a branch returns a value that is not a device tensor, or it
+            changes a Python object.
     """
     words = words_now()
     flat, tree = pytree.tree_flatten(tuple(operands))
@@ -34,7 +38,7 @@ def conditional(pred: torch.Tensor, true_fn: Fn, false_fn: Fn, operands: Sequenc
     _require_same(*branches)
     tensors = [t for t in flat if is_device_tensor(t)]
     closure = list({id(t): t for b in branches for t in b.closure}.values())
-    # through a torch function, so that stand-ins of a control flow around this one take their place
+    # a torch function, so that an enclosing control flow operator can replace them by its own leaves
     closure_now = [t.view_as(t) for t in closure] if torch.is_grad_enabled() else []
     for branch in branches:
         branch.closure = closure
@@ -63,7 +67,7 @@ def _require_same(false: Body, true: Body) -> None:
 
 @dataclass
 class _Branches:
-    """The two branches of one conditional, false first."""
+    """The two branches of one conditional, `false_fn` first."""
 
     branches: list[Body]
     words: Any
@@ -85,7 +89,7 @@ class _Branches:
 
 
 class _Conditional(torch.autograd.Function):
-    """A conditional on autograd's tape."""
+    """A conditional as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, call: _Branches, num_operands: int, pred: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -116,7 +120,7 @@ class _Conditional(torch.autograd.Function):
 
 
 def as_predicate(pred: torch.Tensor) -> Any:
-    """A one-element tensor as the 0-dim bool that lax asks for."""
+    """A one-element tensor as the 0-dim bool array that lax requires."""
     return load(pred).reshape(()).astype(bool)
 
 

@@ -1,8 +1,8 @@
-"""Torch's control flow operators on device tensors: `torch.cond`, `while_loop`, `scan`, `associative_scan`.
+"""PyTorch's control flow operators on device tensors: `torch.cond`, `while_loop`, `scan`, `associative_scan`.
 
-Eager they are the Python they stand for; in a trace they are lax's (`_cond`, `_loops`). `associative_scan` is torch's own
-recursion over halves in both, as it is in jax. torch hands these operators to Dynamo first, which this device has no need
-of: what is a constant of the trace to Dynamo, a parameter of a module, is state of the program here.
+In eager mode they run the equivalent Python code. In a trace they become lax's operators (`_cond`, `_loops`). `associative_scan` is
+torch's recursion over halves in both cases, as in jax. torch calls these operators through Dynamo, which this device bypasses: a module's
+parameter is a constant of the trace in Dynamo, but state of the program here.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _DEVICE_KEYS = (DispatchKey.PrivateUse1, DispatchKey.AutogradPrivateUse1)
 
 
 def register() -> None:
-    """Give the operators kernels for this device, and let calls with its tensors go to them directly."""
+    """Register kernels of the operators for this device, and let calls with its tensors bypass Dynamo."""
     kernels: dict[Any, Fn] = {cond_op: cond, while_loop_op: while_loop, scan_op: scan, associative_scan_op: combine}
     for op, kernel in kernels.items():
         for key in _DEVICE_KEYS:
             op.py_impl(key)(_on_values(op, kernel))
         op.fallthrough(DispatchKey.AutocastPrivateUse1)  # pyright: ignore[reportAttributeAccessIssue]
-    funnels = ["_hop_compile_and_call", "_maybe_compile_and_run_fn"]
-    if not hasattr(higher_order_utils, funnels[0]):  # torch 2.11
-        _compile_directly(funnels.pop(0))
-    for name in funnels:
+    entry_points = ["_hop_compile_and_call", "_maybe_compile_and_run_fn"]
+    if not hasattr(higher_order_utils, entry_points[0]):  # torch 2.11
+        _bypass_dynamo_in_torch_2_11(entry_points.pop(0))
+    for name in entry_points:
         target = f"torch._higher_order_ops.utils.{name}"
-        replace_everywhere(target, _directly(current(target)), "torch._higher_order_ops")
-    replace_everywhere("torch._higher_order_ops.associative_scan.associative_scan", _in_any_mode, "torch._higher_order_ops")
+        replace_everywhere(target, _bypassing_dynamo(current(target)), "torch._higher_order_ops")
+    replace_everywhere("torch._higher_order_ops.associative_scan.associative_scan", _associative_scan, "torch._higher_order_ops")
 
 
 def _on_values(op: Any, kernel: Fn) -> Fn:
-    """A kernel that leaves tensors without values to torch's own, which Dynamo asks for shapes: autograd's comes before the fake mode's."""
+    """A kernel that passes Dynamo's fake tensors to torch's own. Needed since the autograd key precedes the fake mode."""
 
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,8 +64,8 @@ def _on_values(op: Any, kernel: Fn) -> Fn:
     return call
 
 
-def _directly(original: Fn) -> Fn:
-    """A funnel of torch's through which these operators reach Dynamo, except for those on this device."""
+def _bypassing_dynamo(original: Fn) -> Fn:
+    """An entry point of torch through which these operators call Dynamo, bypassed for tensors on this device."""
 
     @functools.wraps(original)
     def call(fn: Fn, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +81,8 @@ def _directly(original: Fn) -> Fn:
     return call
 
 
-def _compile_directly(name: str) -> None:
-    """On torch 2.11, whose `cond` and `while_loop` call `torch.compile` themselves: hand them one that goes through `_directly`."""
+def _bypass_dynamo_in_torch_2_11(name: str) -> None:
+    """Route the `torch.compile` that torch 2.11's `cond` and `while_loop` call themselves through `_bypassing_dynamo`."""
 
     class Torch(ModuleType):
         def __getattr__(self, attribute: str) -> Any:
@@ -94,8 +94,8 @@ def _compile_directly(name: str) -> None:
                 return torch.compile(fn, **options)(*args)
 
             compiled.__name__ = name
-            funnel = _directly(compiled)
-            return lambda *args: funnel(fn, args)
+            entry_point = _bypassing_dynamo(compiled)
+            return lambda *args: entry_point(fn, args)
 
     for op in ("cond", "while_loop"):
         replace(f"torch._higher_order_ops.{op}.torch", Torch("torch"))
@@ -106,10 +106,10 @@ def _is_lifted(value: Any) -> bool:
 
 
 @functools.wraps(associative_scan)
-def _in_any_mode(combine_fn: Fn, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-    """`associative_scan`, whose default mode torch has for two devices only: on this one a pointwise function is one of many.
+def _associative_scan(combine_fn: Fn, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+    """`associative_scan` that runs mode "pointwise", which torch has for two device types only, as "generic" on this device.
 
-    Who imported the function before `spmd` has torch's own, which asks for `combine_mode="generic"`.
+    Code that imported the function before `spmd` has torch's own, which asks for `combine_mode="generic"`.
     """
     if all(map(is_device_tensor, pytree.tree_leaves(xs))) and combine_mode == "pointwise":
         combine_mode = "generic"
@@ -117,7 +117,7 @@ def _in_any_mode(combine_fn: Fn, xs: Any, dim: int, reverse: bool = False, combi
 
 
 def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
-    """Kernel of `cond`: `pred` one element."""
+    """Kernel of `cond`; `pred`: one element."""
     if recording.get() is not None and isinstance(pred, torch.Tensor):
         return conditional(pred if is_device_tensor(pred) else pred.to("jax"), true_fn, false_fn, operands)
     return true_fn(*operands) if pred else false_fn(*operands)
@@ -136,7 +136,7 @@ def while_loop(
 
 
 def scan(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], additional_inputs: Sequence[Any]) -> Any:
-    """Kernel of `scan`: returns what `combine_fn` returns, carry first, with its results stacked."""
+    """Kernel of `scan`: returns the container of `combine_fn`, with the last carry and stacked results."""
     if recording.get() is not None:
         return scanned(combine_fn, init, xs, additional_inputs)
     carry, rounds, tree = list(init), [], None
@@ -149,7 +149,7 @@ def scan(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor
 
 
 def combine(combine_fn: Fn, xs: Sequence[torch.Tensor], additional_inputs: Sequence[Any]) -> Any:
-    """Kernel of `associative_scan`, for one that Dynamo traced."""
+    """Kernel of an `associative_scan` that Dynamo traced."""
     return generic_associative_scan(combine_fn, xs, additional_inputs=additional_inputs)
 
 

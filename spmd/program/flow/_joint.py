@@ -1,8 +1,8 @@
-"""A function of torch tensors and its gradient as two jax functions, traced once: torch's own autograd writes the backward pass.
+"""Traces a function of torch tensors together with its gradient, as two jax functions. The backward pass is that of torch's autograd.
 
-The function and `torch.autograd.grad` of it run in one jax trace, as a function of inputs and of the results' cotangents. What
-does not depend on a cotangent is the forward pass; the rest is the backward pass, which gets the values it needs from the
-first. So `detach`, `no_grad` and `autograd.Function` mean what they mean in torch, and nothing is computed twice.
+The function and its `torch.autograd.grad` run in one jax trace, as a function of the inputs and the results' cotangents. The equations
+that do not depend on a cotangent are the forward pass. The others are the backward pass, which gets its residuals from the forward pass.
+So `detach`, `no_grad` and `autograd.Function` behave as in torch, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ TensorFunction = Callable[..., Any]
 
 
 class PureRound(Round):
-    """A round that may not write to what lies around it."""
+    """Recorder of a part that may not write to tensors from outside."""
 
     def replace(self, tensor: torch.Tensor, value: Any) -> None:
-        """Let a tensor from outside have this value inside."""
+        """Give a tensor from outside this value inside the part."""
         buffer = buffer_of(tensor)
         buffer.get()
         self.hold({buffer: value})
 
     def will_write(self, buffer: Buffer) -> None:
+        """Raise TraceError if the buffer is from outside."""
         if buffer not in self.newborn:
             raise TraceError(
                 message(
@@ -50,17 +51,18 @@ class PureRound(Round):
 
 @dataclass
 class Joint:
-    """The two passes of one traced function.
+    """Forward and backward pass of one traced function.
 
     Attributes:
-        consts: values from outside, leading inputs of `forward`; with the buffer each was read from, None for a mere constant.
-        captured: tensors with a gradient that the function reaches by itself; inputs after its arguments.
+        forward, backward: closed jaxprs.
+        consts: values from outside, leading inputs of `forward`, each with the buffer that it was read from, or None for a constant.
+        captured: tensors with a gradient that the function captures; inputs after its arguments.
         tree: structure of the function's result.
-        leaves: per leaf of the result: None for a tensor, else (the value,).
-        has_gradient: per tensor of the result, whether it takes a cotangent.
-        gradient_of: positions among arguments and captured tensors of the ones whose gradients `backward` returns.
-        draws: random numbers drawn per call.
-        num_outputs: tensors in the result.
+        leaves: for each leaf of the result, None for a tensor, else (value,).
+        has_gradient: for each tensor of the result, whether it has a cotangent.
+        gradient_of: positions, among arguments and captured tensors, of those whose gradients `backward` returns.
+        draws: number of random draws per call.
+        num_outputs: number of tensors in the result.
     """
 
     forward: Any
@@ -76,17 +78,17 @@ class Joint:
     _gradient_known: list[bool]
 
     def outer_values(self) -> list[Any]:
-        """Today's values of `consts`."""
+        """Current values of `consts`."""
         return [value if buffer is None else buffer.get() for value, buffer in self.consts]
 
     def run_forward(self, consts: Sequence[Any], inputs: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
-        """(results, residuals) of arrays; `inputs`: arguments, then captured."""
+        """(results, residuals) as arrays; `inputs`: arguments, then captured tensors."""
         flat = eval_jaxpr(self.forward.jaxpr, self.forward.consts, *consts, *inputs, words)
         count = self.num_outputs + sum(self._gradient_known)
         return flat[: self.num_outputs], [*flat[count:], *flat[self.num_outputs : count]]
 
     def run_backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """Gradients, in the order of `gradient_of`; `cotangents`: one per result that takes one."""
+        """Gradients in the order of `gradient_of`; `cotangents`: one per result that has one."""
         num_known = sum(self._gradient_known)
         split = len(residuals) - num_known
         known = iter(residuals[split:])
@@ -94,7 +96,7 @@ class Joint:
         return [next(known) if is_known else next(computed) for is_known in self._gradient_known]
 
     def results(self, ctx: Any, outputs: Sequence[Any], residuals: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Of a forward pass on autograd's tape: its results as tensors; the residuals are saved for the backward pass."""
+        """Results of an autograd function's forward pass as tensors; saves the residuals in `ctx` for the backward pass."""
         ctx.save_for_backward(*map(wrap, residuals))
         results = tuple(map(wrap, outputs))
         ctx.mark_non_differentiable(*(t for t, takes in zip(results, self.has_gradient, strict=True) if not takes))
@@ -102,14 +104,14 @@ class Joint:
 
 
 def captured_by(fn: TensorFunction) -> list[torch.Tensor]:
-    """Tensors with a gradient that `fn` can reach without being given them."""
+    """Tensors with a gradient that `fn` can reach other than through its arguments."""
     return [t for t in reachable(fn, (), {}).device_tensors() if t.requires_grad]
 
 
 def trace_joint(
     fn: TensorFunction, args: Sequence[torch.Tensor], wanted: Sequence[bool], captured: Sequence[torch.Tensor], words: Any
 ) -> Joint:
-    """Trace `fn(*args)`, a function of tensors, and the gradients of the `wanted` arguments and the captured tensors."""
+    """Trace `fn(*args)`, and its gradients with respect to the `wanted` arguments and the captured tensors."""
     found: dict[str, Any] = {}
     needed = [*wanted, *[True] * len(captured)]
     gradient_of = [i for i, is_needed in enumerate(needed) if is_needed]
@@ -117,7 +119,7 @@ def trace_joint(
     def call(
         arrays: Sequence[Any], now: Any, cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     ) -> tuple[list[Any], list[Any]]:
-        one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace is this thread's
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace belongs to this thread
         with one_round(now, PureRound) as part, one_thread, torch.enable_grad():
             inputs = [wrap(a) for a in arrays[: len(args)]]
             for tensor, is_wanted in zip(inputs, wanted, strict=True):

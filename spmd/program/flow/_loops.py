@@ -1,7 +1,7 @@
 """`scan` and `while_loop` of `torch._higher_order_ops` in a trace, as `lax.scan` and `lax.while_loop`.
 
-The gradient of a scan is a scan in the other direction that keeps each round's carry and computes the rest of the round
-again. A `while_loop` has none: how often it runs, so how much would be kept, is known only when the program runs.
+The gradient of a scan is a reverse scan. The forward scan stores the carry of each iteration, and the reverse scan recomputes the rest of
+the iteration. A `while_loop` has no gradient: its number of iterations, and so the size of the residuals, is known only at run time.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ def scanned(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Ten
     """`scan` inside a trace.
 
     Args:
-        combine_fn: (carry, slices, `more`) -> new carry, then results, in any container.
-        init: the carry's start.
-        xs: each with the same first dim, one slice per round.
+        combine_fn: (*carry, *slices, *more) -> new carry, then results, in any container.
+        init: initial carry.
+        xs: tensors with a first dim of the same size n, the number of iterations.
+        more: further arguments of `combine_fn`.
 
     Returns:
-        The container that `combine_fn` returns, results stacked along a new first dim.
+        The container that `combine_fn` returns, with the last carry, and results stacked along a new first dim.
 
     Raises:
-        TraceError: the new carry has other shapes or dtypes than the old one.
+        TraceError: the body changes the shapes or dtypes of the carry, returns a value that is not a device tensor, or changes a Python
+            object.
     """
     words = words_now()
     firsts = [x[0] for x in xs]
@@ -71,7 +73,7 @@ def _require_carry(found: Sequence[Any], init: Sequence[torch.Tensor]) -> None:
 
 @dataclass
 class _Rounds:
-    """One scan. Its tensors: `carries` of the carry, `stacks` sliced by round, the rest constant over the rounds."""
+    """One scan. Of its tensors, the first `carries` are the carry, the next `stacks` are sliced, and the rest are loop-invariant."""
 
     body: Body
     carries: int
@@ -85,7 +87,7 @@ class _Rounds:
         return list(values[: ends[0]]), list(values[ends[0] : ends[1]]), list(values[ends[1] :])
 
     def forward(self, arrays: list[Any], keep: bool) -> tuple[list[Any], Any]:
-        """(final carry and stacked results, what the gradient needs of each round's start)."""
+        """(final carry and stacked results, residuals: the state at the start of each iteration, or None unless `keep`)."""
         init, stacks, rest = self.split(arrays)
         written = self.body.written
 
@@ -102,7 +104,7 @@ class _Rounds:
         return [*final, *results], kept
 
     def backward(self, arrays: list[Any], closure: list[Any], kept: Any, grads: list[Any]) -> list[Any]:
-        """Gradients of carry, stacks, the rest and the closure; None for what has none."""
+        """Gradients of the carry, stacks, remaining tensors and closure tensors; None for integers."""
         init, stacks, rest = self.split(arrays)
         flows = [jnp.issubdtype(a.dtype, jnp.inexact) for a in (*init, *stacks, *rest)]
         wanted = [i for i, flow in enumerate(flows) if flow]
@@ -134,7 +136,7 @@ class _Rounds:
 
 
 class _Scan(torch.autograd.Function):
-    """A scan on autograd's tape."""
+    """A scan as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, call: _Rounds, *tensors: torch.Tensor) -> Any:
@@ -149,7 +151,7 @@ class _Scan(torch.autograd.Function):
         ctx.count, ctx.num_tensors = count, len(tensors)
         ctx.save_for_backward(*tensors, *map(wrap, leaves))
         is_carry = [True] * call.carries + [False] * (len(results) - call.carries)
-        flows = zip(results, call.body.grads, is_carry, strict=True)  # a carry's gradient may come from the round before
+        flows = zip(results, call.body.grads, is_carry, strict=True)  # a carry's gradient may come from another iteration
         ctx.mark_non_differentiable(*(r for r, flow, carry in flows if not flow and not (carry and r.is_floating_point())))
         return results
 
@@ -166,15 +168,16 @@ class _Scan(torch.autograd.Function):
 
 
 def looped(cond_fn: Fn, body_fn: Fn, init: Sequence[Any], more: Sequence[Any], counts_draws: bool = False) -> Any:
-    """`while_loop` inside a trace; Python ints in `init` become numbers that only the program knows.
+    """`while_loop` inside a trace. Python ints in `init` become numbers that are computed on the device.
 
     Args:
-        cond_fn, body_fn, init, more: torch's.
-        counts_draws: the body may draw random numbers, each round its own. A call of the program advances the stream by those of one
-            round: whoever learns how many there were adds the rest.
+        cond_fn, body_fn, init, more: the arguments of torch's `while_loop`.
+        counts_draws: whether the body may draw random numbers, different ones in each iteration. A call of the program advances the stream
+            by the draws of one iteration; the caller must add those of the others once their number is known.
 
     Raises:
-        TraceError: the body draws random numbers, a gradient would be needed, or the carry changes its shapes.
+        TraceError: the body draws random numbers without `counts_draws`, a gradient would be needed, or the carry changes its shapes or
+            dtypes.
     """
     words = words_now()
     is_number = [not is_device_tensor(value) for value in init]
@@ -231,7 +234,7 @@ def _refuse(draws: int, tensors: Sequence[torch.Tensor]) -> None:
             message(
                 "the body of a while_loop in a compiled function draws random numbers",
                 *called_at(),
-                "the number of draws would depend on values, but the host must know it",
+                "the number of draws would depend on values, but the host must know it to advance the random stream",
                 fix="draw before the loop, or use scan, whose number of iterations is fixed",
             )
         )

@@ -1,8 +1,8 @@
-"""`assume_pure`: a function without side effects, traced once per shapes, then run as one program forward and one backward.
+"""`assume_pure`: a function without side effects, traced once per signature, then run as one forward and one backward program.
 
     block = spmd.assume_pure(block)        # the same results and gradients, without PyTorch's work per operation
 
-Unlike `spmd.compile` its results take part in autograd. Inside a compiled function it is the function itself.
+Unlike those of `spmd.compile`, its results take part in autograd. Inside a compiled function it calls the function directly.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ _is_training = attrgetter("training")
 
 
 def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function equivalent to `fn`, traced once for each combination of structure, shapes, dtypes and other arguments, autocast
-    state, and training or evaluation mode of modules.
+    """Return a function equivalent to `fn` that is traced once per signature.
+
+    A signature consists of the structure, shapes, dtypes and non-tensor values of the arguments, the autocast state, and the training or
+    evaluation mode of modules.
 
     Args:
-        fn: reads only its arguments and tensors that stay the same objects (parameters), and has no side effects. Other values that it
-            reads, such as a module's `p` or `eps`, keep their values from the trace.
+        fn: a function without side effects that reads only its arguments and tensors that stay the same objects (parameters). Other values
+            that it reads, such as a module's `p` or `eps`, keep their values from the trace.
 
     Returns:
-        The function; its results have gradients with respect to arguments and parameters.
+        The function. Its results have gradients with respect to arguments and parameters.
 
     Raises:
         TraceError: while tracing, if `fn` writes in place to a tensor from outside or needs a value on the host.
@@ -86,7 +88,7 @@ def _described(leaf: Any) -> Any:
 
 
 class _Program:
-    """The two passes for one signature."""
+    """Forward and backward program for one signature."""
 
     def __init__(self, fn: Callable[..., Any], flat: list[Any], tree: Any, wanted: list[bool], with_gradient: bool) -> None:
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in flat]
@@ -118,7 +120,7 @@ class _Program:
 
 
 class _Passes(torch.autograd.Function):
-    """Both passes on autograd's tape."""
+    """Both passes as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, program: _Program, words: Any, *tensors: torch.Tensor) -> Any:

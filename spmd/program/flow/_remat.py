@@ -1,12 +1,12 @@
 """Recomputation in the backward pass: `spmd.remat`, and `torch.utils.checkpoint` in a compiled program.
 
     for block in model.blocks:
-        spmd.remat("dots")(block)       # keeps the results of matrix products, computes the rest again
+        spmd.remat("dots")(block)       # keeps results of matrix products, recomputes the others
 
-Traced as it stands, a recomputed forward is the same operations on the same values, and XLA's common-subexpression
-elimination merges it with the first one: nothing would be saved. So during a trace the inputs of every recomputation pass
-through an optimization barrier, which XLA does not look through (as `jax.checkpoint` does). For `remat` the barrier also waits
-for the gradient that flows in, so that the compiler cannot recompute early and keep the result.
+A recomputed forward pass consists of the same operations on the same values as the first one, so XLA's common-subexpression
+elimination would merge them and save no memory. During a trace the inputs of every recomputation therefore pass through an optimization
+barrier, as in `jax.checkpoint`. For `remat` the barrier also depends on the incoming gradient, so that the compiler cannot recompute early
+and keep the result.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def remat(policy: Policy = "nothing") -> Callable[[F], F]:
     """Recompute a module or a function in the backward pass instead of keeping its activations.
 
     Args:
-        policy: what is kept anyway: "nothing", "dots" (results of matrix products, convolutions and attention),
-            "everything" (no recomputation at all), each also by jax's name (`"dots_saveable"`); or a function of an operator's
-            name (`"linear"`, `"gelu"`) that returns whether to keep its result.
+        policy: the results to keep: "nothing", "dots" (results of matrix products, convolutions and attention),
+            "everything" (no recomputation), each also by jax's name (`"dots_saveable"`); or a function from an operator's name
+            (`"linear"`, `"gelu"`) to whether its result is kept.
 
     Returns:
-        A decorator. For a function it returns a new function; a module is changed in place and returned, its
-        `state_dict` unchanged.
+        A decorator. It returns a new function for a function. It changes a module in place, leaves its `state_dict` unchanged,
+        and returns it.
 
     Raises:
         SpmdError: there is no policy of that name, or `policy` is a module.
     """
     if isinstance(policy, torch.nn.Module):
-        what = f"remat got a {type(policy).__name__} instead of a policy: it must be called twice"
+        what = f"remat got a {type(policy).__name__} instead of a policy: it takes a policy and returns a decorator"
         raise SpmdError(message(what, fix='spmd.remat()(module), or spmd.remat("dots")(module)'))
     chosen = policy if callable(policy) else _POLICIES.get(policy.removesuffix("_saveable"))
     if chosen is None:
@@ -103,7 +103,7 @@ def _ignoring_self(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def barrier_on_recompute() -> Generator[None]:
-    """While active, checkpointed functions recompute from inputs behind a barrier."""
+    """While active, checkpointed functions recompute from inputs that pass through an optimization barrier."""
     torchs_init: Callable[..., None] = CheckpointFrame.__init__
     detach_variable = current("torch.utils.checkpoint.detach_variable")
 
@@ -122,8 +122,8 @@ def barrier_on_recompute() -> Generator[None]:
 
 
 def _saved_inputs_behind_barrier() -> AbstractContextManager[None]:
-    """While active, what a checkpoint without reentry saved of its inputs comes back behind a barrier."""
-    if not hasattr(CheckpointFrame, "get_inputs"):  # torch 2.11: the node that saved them has a function instead
+    """While active, inputs saved by non-reentrant checkpoints pass through an optimization barrier when they are read."""
+    if not hasattr(CheckpointFrame, "get_inputs"):  # torch 2.11: the node that saved them has `get_args` instead
         setup_context: Callable[..., None] = current("torch.utils.checkpoint._NoopSaveInputs.setup_context")
 
         def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -137,7 +137,7 @@ def _saved_inputs_behind_barrier() -> AbstractContextManager[None]:
 
 
 def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as a recomputation: it draws the same numbers again instead of keeping them, a dropout mask is as large as what it masks."""
+    """`fn` for the recomputation: it draws the same random numbers again, as keeping a dropout mask takes as much memory as its operand."""
 
     def again(*args: Any, **kwargs: Any) -> Any:
         recorder = recording.get()
@@ -154,7 +154,7 @@ def _with_fenced_randomness(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _behind_barrier(values: Any, after: Sequence[torch.Tensor] = ()) -> list[Any]:
-    """The same values; tensors on the device as new leaves that XLA cannot trace back to the old ones, nor compute before `after`."""
+    """The same values, with device tensors as new leaves that XLA can neither merge with the old ones nor compute before `after`."""
     held = list(values)
     places = [i for i, v in enumerate(held) if is_device_tensor(v)]
     behind = fenced([*(held[i] for i in places), *after])

@@ -1,7 +1,7 @@
 """`steps_per_call=n`: one program that runs a step n times over a batch stacked along a new first dim.
 
-The step is traced once, on the first element of the stack; the program is a `jax.lax.scan` of it whose carry is the state.
-A schedule sees one value for all n steps, as it would if its `step()` were called after every n-th.
+The step is traced once, on the first element of the stack. The program is a `jax.lax.scan` of the step whose carry is the state. A learning
+rate schedule has one value for all n steps, as if its `step()` were called after every n-th step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spmd.program.reads import ABSENT, PLAIN, Effect
 
 
 def first_of_stack(args: Any, kwargs: Any, steps: int) -> tuple[Any, Any]:
-    """The arguments of the first of the n steps, with the sharding of the stack less its first entry.
+    """Arguments of the first of the n steps, with the sharding of the stack without its first entry.
 
     Raises:
         SpmdError: a tensor argument has no first dim of size `steps`, or that dim is sharded.
     """
     flat, tree = pytree.tree_flatten((args, kwargs))
-    made: dict[int, torch.Tensor] = {}  # one argument under two names stays one
+    made: dict[int, torch.Tensor] = {}  # the same tensor in two arguments stays one tensor
     for i, value in enumerate(flat):
         if isinstance(value, torch.Tensor):
             require_stack(value, steps)
@@ -40,7 +40,7 @@ def first_of_stack(args: Any, kwargs: Any, steps: int) -> tuple[Any, Any]:
 
 
 def require_stack(stack: torch.Tensor, steps: int) -> None:
-    """Raise SpmdError if there is not an argument for each step in `stack`."""
+    """Raise SpmdError unless `stack` is a device tensor with a first dim of size `steps`."""
     if stack.device.type != "jax" or stack.dim() == 0 or stack.shape[0] != steps:
         raise SpmdError(
             message(
@@ -60,7 +60,7 @@ def _first(stack: torch.Tensor) -> torch.Tensor:
         if leading is not None:
             raise SpmdError(
                 message(
-                    f"the first dim of a stacked argument is the step and cannot be sharded, it is over {leading!r}",
+                    f"the first dim of a stacked argument is the step and cannot be sharded, but it is sharded over {leading!r}",
                     f"shape {tuple(stack.shape)}, spec {annotation.partition_spec}",
                     fix="put None first: mark_sharding(x, m, (None, 'data', ...))",
                 )
@@ -72,15 +72,15 @@ def _first(stack: torch.Tensor) -> torch.Tensor:
 
 
 def require_no_writes(effects: Sequence[Effect], changes_flags: bool) -> None:
-    """Raise TraceError if a step writes to Python what the steps after it would read or write otherwise.
+    """Raise TraceError if a step writes a value to Python that later steps would read, or that would differ for them.
 
-    `changes_flags`: it changes `requires_grad` of a tensor.
+    `changes_flags`: whether the step changes `requires_grad` of a tensor.
     """
     if changes_flags:
         raise TraceError(
             message(
                 "a step with steps_per_call > 1 changes requires_grad of a tensor",
-                "the steps are one program, and the second one would find it changed",
+                "all steps are one program, and the later ones would find it changed",
                 fix="leave steps_per_call out, or change it between calls: layer.requires_grad_(False)",
             )
         )
@@ -88,8 +88,8 @@ def require_no_writes(effects: Sequence[Effect], changes_flags: bool) -> None:
         if effect.was_read or effect.key is ABSENT or not isinstance(effect.value, PLAIN):
             raise TraceError(
                 message(
-                    f"a step with steps_per_call > 1 writes to Python: {effect.title}",
-                    "the steps are one program, and Python runs once for all of them",
+                    f"a step with steps_per_call > 1 writes to a Python object: {effect.title}",
+                    "all steps are one program, and Python code runs once for all of them",
                     fix="leave steps_per_call out, or keep the value in a buffer of a module",
                 )
             )
@@ -98,15 +98,20 @@ def require_no_writes(effects: Sequence[Effect], changes_flags: bool) -> None:
 def repeated(
     run: Callable[..., Any], steps: int, draws: int, writes_arguments: bool, creates_state: bool, keeps_grads: bool
 ) -> Callable[..., Any]:
-    """`run` of one step as a function of the same arguments whose per-step inputs and outputs are stacked.
+    """`run`, a program of one step, as a function of the same arguments with stacked per-step inputs and outputs.
+
+    Args:
+        steps: number of steps n.
+        draws: number of random draws of one step.
 
     Raises:
-        TraceError: the step writes to an argument in place: which of the n values would stay is not clear.
+        TraceError: the step writes in place to an argument, which has no single value after n steps; the optimizer creates its state in
+            the first step; or gradients are kept.
     """
     if creates_state:
         raise TraceError(
             message(
-                "the first step of this optimizer creates its state from gradients, the following ones do not",
+                "the first step of this optimizer creates its state from gradients, which later steps do not",
                 fix="run one step without steps_per_call first",
             )
         )

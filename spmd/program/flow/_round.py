@@ -1,8 +1,7 @@
-"""A part of a trace that may run several times, or not at all: a micro-batch, a branch, the body of a loop.
+"""A part of a trace that may run repeatedly or conditionally: a micro-batch, a branch, the body of a loop.
 
-Inside it jax's trace is another one, so no array made there may be seen outside but through what the part returns. A
-`Round` records what the part reads and writes of what existed before, and puts everything back when the part has been
-traced. The recorder around it records the same.
+The part has its own jax trace, so its arrays may leave it only as its results. A `Round` records the reads and writes of buffers that
+existed before the part, and restores the buffers after the part has been traced. The outer recorder records the same reads and writes.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class Round(Part):
     """Recorder of one part of a trace.
 
     Attributes:
-        newborn: buffers made in it.
-        seen: each buffer from before that it read or wrote, with the value from before.
-        written: buffers from before that it wrote, in order.
-        draws: how many random numbers it drew; known once it is over.
+        newborn: buffers created in the part.
+        seen: earlier buffers that the part read or wrote, with their values before it.
+        written: earlier buffers that the part wrote, in order.
+        draws: number of random draws, set at the end of the part.
     """
 
     def __init__(self, words: Any, start_draws: int) -> None:
@@ -56,7 +55,7 @@ class Round(Part):
         return super().random_state() if self.axes is None else self.outer.random_state()
 
     def hold(self, values: Mapping[Buffer, Any]) -> None:
-        """Let buffers from before have these values inside the round."""
+        """Give earlier buffers these values inside the round."""
         for buffer, value in values.items():
             self._see(buffer)
             buffer.value = value
@@ -67,7 +66,7 @@ class Round(Part):
             buffer.reads.clear()
 
     def put_back(self) -> None:
-        """Buffers from before the round have their values again; those born in it have none."""
+        """Restore the values of earlier buffers, and drop those of buffers created in the round."""
         for buffer, value in self.seen.items():
             buffer.value = value
             buffer.reads.clear()
@@ -77,7 +76,7 @@ class Round(Part):
 
 
 def stored_value(buffer: Buffer) -> Any:
-    """The buffer's array as it is stored, padded where its layout does not divide it: the one form in which a round takes and leaves it."""
+    """The buffer's array as stored: padded if its layout does not divide it. Rounds take and return values in this form only."""
     value = buffer.raw()
     if value.shape == buffer.stored or buffer.annotation is None:
         return value
@@ -89,7 +88,7 @@ RoundT = TypeVar("RoundT", bound=Round)
 
 @contextmanager
 def one_round(words: Any, kind: type[RoundT] = Round) -> Generator[RoundT]:
-    """Record one round whose random state is `words`; afterwards the count of draws, and the trace around it, if any, is as before."""
+    """Record one round with the random state `words`. Afterwards the number of draws and the outer recorder, if any, are restored."""
     start = default_stream.draws
     round_ = kind(words, start)
     token = recording.set(round_)
@@ -101,14 +100,14 @@ def one_round(words: Any, kind: type[RoundT] = Round) -> Generator[RoundT]:
         round_.put_back()
         round_.draws = default_stream.draws - start
         default_stream.draws = start
-        del round_.finite[num_flags:]  # flags of modules that ran inside cannot leave it
+        del round_.finite[num_flags:]  # flags of modules that ran inside cannot leave the inner trace
 
 
 def words_now() -> Any:
     """The random state at this point of the trace."""
     recorder = recording.get()
     assert recorder is not None
-    if recorder.axes is not None:  # in a region nothing draws, so any will do
+    if recorder.axes is not None:  # nothing draws in a region, so any words will do
         return jnp.asarray(default_stream.words())
     words, start = recorder.random_state()
     return advanced(words, default_stream.draws - start)

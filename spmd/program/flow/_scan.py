@@ -1,10 +1,10 @@
-"""`scan` and `scan_layers`: a loop over the first dim of tensors, or over equal layers, compiled once whatever its length.
+"""`scan` and `scan_layers`: a loop over the first dim of tensors, or over equal layers, compiled once for any length.
 
     h = spmd.scan_layers(model.layers, h)          # == torch.nn.Sequential(*model.layers)(h)
 
-Outside a compiled function they are that loop. Inside, the body of `scan` is traced once: its forward pass becomes one `jax.lax.scan`
-and its backward pass, which PyTorch's autograd writes, another one in reverse. Layers are traced one by one, as they are; the program is
-then recorded with loops (`spmd/program/roll`).
+Outside a compiled function they run that loop. Inside, the body of `scan` is traced once: its forward pass becomes one `jax.lax.scan`,
+and its backward pass, from PyTorch's autograd, becomes a reverse one. Layers are traced one by one, and the program is then rewritten with
+loops (`spmd/program/roll`).
 """
 
 from __future__ import annotations
@@ -30,46 +30,59 @@ from spmd.program.reads import ABSENT, PLAIN, Varying
 def scan(
     fn: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, partition_fn: Any = None, is_fn_pure: bool = False
 ) -> tuple[Any, Any]:
-    """`for x in xs: carry, y = fn(carry, x)`, returning the last carry and the stacked ys.
+    """Run `for x in xs: carry, y = fn(carry, x)`, and return the last carry and the stacked ys.
 
     Args:
-        fn: (carry, x) -> (new carry, y), both any containers of tensors; carry keeps structure, shapes and dtypes. It may use
+        fn: (carry, x) -> (new carry, y), any containers of tensors. The carry keeps its structure, shapes and dtypes. `fn` may use
             tensors from the enclosing scope, which get gradients too, but must not write to them.
-        init: the first carry.
-        xs: a container of tensors with one first dim of size n.
+        init: initial carry.
+        xs: a container of tensors of shape [n, ...].
         partition_fn: accepted for compatibility with torch_xla. Residuals are kept; use `torch.utils.checkpoint` in `fn`
-            to recompute instead.
+            to recompute them instead.
         is_fn_pure: accepted for compatibility with torch_xla.
 
     Returns:
-        (carry, ys), the leaves of ys stacked along a new first dim; None leaves stay None.
+        (carry, ys) with the leaves of ys stacked along a new first dim of size n; None leaves stay None.
 
     Raises:
-        SpmdError: xs has no tensor or first dims of different sizes, or the carry changes.
-        TraceError: inside a compiled function, `fn` writes to a tensor from around it.
+        SpmdError: xs has no tensor, its first dims differ in size, or the carry changes its structure, shapes or dtypes.
+        TraceError: inside a compiled function, `fn` writes in place to a tensor from outside.
     """
     flat_xs, xs_tree = pytree.tree_flatten(xs)
-    lengths = {x.shape[0] if x.dim() else 0 for x in flat_xs}
-    if len(lengths) != 1:
-        raise SpmdError(
-            message("scan needs tensors with one first dim in common", f"sizes: {sorted(lengths)}", fix="stack them to one length")
-        )
-    length = lengths.pop()
+    length = _common_length(flat_xs)
     if length == 0 or recording.get() is None:
         return _loop(fn, init, flat_xs, xs_tree, length)
     return _Scanned(fn, init, flat_xs, xs_tree, length)()
 
 
-def scan_layers(layers: Iterable[nn.Module], input_data: Any, *args: Any, **kwargs: Any) -> Any:
-    """`for layer in layers: input_data = layer(input_data, *args, **kwargs)` as one loop of the compiled function.
+def _common_length(flat_xs: Sequence[torch.Tensor]) -> int:
+    """Size of the first dim that all tensors share.
 
-    A function that calls it is compiled with `roll=True` (docs/depth.md). It behaves like a Python loop over the layers with respect to
-    hooks, dropout, buffers, caches, checkpointing and precision, except that layers which cannot be one loop raise an error.
+    Raises:
+        SpmdError: the sizes differ, or there is no tensor.
+    """
+    lengths = {x.shape[0] if x.dim() else 0 for x in flat_xs}
+    if not lengths:
+        raise SpmdError(message("xs of spmd.scan contains no tensor", fix="spmd.scan(fn, init, torch.arange(n, device='jax'))"))
+    if len(lengths) > 1:
+        what = "the first dims of the tensors in xs of spmd.scan have different sizes"
+        raise SpmdError(message(what, f"sizes: {sorted(lengths)}", fix=f"slice each tensor to the same length: x[:{min(lengths)}]"))
+    return lengths.pop()
+
+
+def scan_layers(layers: Iterable[nn.Module], input_data: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `for layer in layers: input_data = layer(input_data, *args, **kwargs)` as one loop of the compiled function.
+
+    A function that calls it must be compiled with `roll=True` (docs/depth.md). Hooks, dropout, buffers, caches, checkpointing and precision
+    behave as in a Python loop over the layers. Layers that cannot be one loop raise an error.
 
     Args:
-        layers: modules with the same parameters, shapes and settings; integers among their attributes (`layer_idx`) may differ.
-        input_data: the input of the first layer. Each layer's result is the next one's input; a tuple is passed as its first arguments.
-        args, kwargs: further arguments for every layer: masks, positions, a cache.
+        layers: modules with the same parameters, shapes and settings; integer attributes (`layer_idx`) may differ.
+        input_data: input of the first layer. The result of each layer is the input of the next one; a tuple is passed as several arguments.
+        args, kwargs: further arguments of every layer: masks, positions, a cache.
+
+    Returns:
+        The result of the last layer; `input_data` if there are no layers.
 
     Raises:
         SpmdError: two layers have different parameters, shapes or settings, or, in a compiled function, different operations.
@@ -97,7 +110,7 @@ def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
             names = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
             raise SpmdError(
                 message(
-                    f"layers 0 and {index} differ in: {', '.join(names)}",
+                    f"scan_layers: layers 0 and {index} differ in: {', '.join(names)}",
                     *(f"{name}: {shapes.get(name, 'missing')} and {found.get(name, 'missing')}" for name in names),
                     fix="scan only layers with the same structure, and call the others separately",
                 )
@@ -105,7 +118,7 @@ def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
 
 
 def _require_same_settings(layers: Sequence[nn.Module]) -> None:
-    """The body of a scan is traced once, for layer 0: another `p`, `training` or number of heads elsewhere would be lost."""
+    """Require equal settings, since the loop body is that of layer 0: another layer's `p` or `training` would be ignored."""
     first = _settings(layers[0]) if layers else {}
     for index, layer in enumerate(layers):
         theirs = _settings(layer)
@@ -113,7 +126,7 @@ def _require_same_settings(layers: Sequence[nn.Module]) -> None:
         if name is not None:
             raise SpmdError(
                 message(
-                    f"layers 0 and {index} differ in: {name}",
+                    f"scan_layers: layers 0 and {index} differ in: {name}",
                     f"{first.get(name, ABSENT)!r} in layer 0, {theirs.get(name, ABSENT)!r} in layer {index}",
                     fix="scan only layers with the same settings, and call the others separately",
                 )
@@ -121,7 +134,7 @@ def _require_same_settings(layers: Sequence[nn.Module]) -> None:
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
-    """The class and the plain attributes of every module under a layer, by name."""
+    """Class and plain attributes of every module of a layer, by name."""
     found: dict[str, Any] = {}
     for name, module in layer.named_modules():
         title = name or "the layer"
@@ -132,7 +145,7 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
 
 
 def _must_agree(name: str, value: Any) -> bool:
-    """Whether an attribute has one value in all layers: an integer may be a layer's number, and is one of its loop if it is read."""
+    """Whether an attribute must be equal in all layers. An integer may be the layer's index, which the loop provides if it is read."""
     return type(value) is not int and name != "_is_full_backward_hook"
 
 
@@ -145,7 +158,7 @@ def _loop(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, flat_xs: list[t
 
 
 class _Scanned:
-    """One scan inside a trace."""
+    """One `scan` inside a trace."""
 
     def __init__(
         self, fn: Callable[[Any, Any], tuple[Any, Any]], init: Any, flat_xs: list[torch.Tensor], xs_tree: Any, length: int
@@ -165,7 +178,7 @@ class _Scanned:
                 )
             return flat, y
 
-        wanted = [torch.is_grad_enabled() and t.is_floating_point() for t in self.flat_init]  # a gradient may flow round to round
+        wanted = [torch.is_grad_enabled() and t.is_floating_point() for t in self.flat_init]  # a gradient may flow between iterations
         wanted += [torch.is_grad_enabled() and t.requires_grad for t in flat_xs]
         captured = captured_by(fn) if torch.is_grad_enabled() else []
         with exact_dtypes():
@@ -194,7 +207,7 @@ class _Scanned:
         return [*carry, *ys], residuals
 
     def backward(self, residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Gradients of the first carry, of xs and of what is captured, where wanted, else None."""
+        """Gradients of the initial carry, of xs and of the captured tensors; None for those without a gradient."""
         joint, count = self.joint, self.num_carry
         num_args = count + len(self.flat_xs)
         carried = [i for i in range(count) if i in joint.gradient_of]
@@ -219,7 +232,7 @@ class _Scanned:
 
 
 class _Passes(torch.autograd.Function):
-    """Both scans on autograd's tape."""
+    """Both scans as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, scanned: _Scanned, *tensors: torch.Tensor) -> Any:

@@ -1,9 +1,9 @@
-"""What a branch, a loop body or a micro-batch leaves changed in Python objects that were there before it: refused where a run would differ.
+"""Refuses changes of a branch, a loop body or a micro-batch to existing Python objects that would differ from those of a Python run.
 
-A body is traced twice or more, a branch also where it is not taken, and the program runs it as often as values say: what Python
-would be changed to is known to the device alone. Micro-batches all run, and those after the first are one trace: they may leave
-what they leave alike. An object that the body itself makes is another one in each trace; what two traces of it write to in the same
-place was there before.
+A branch or loop body is traced at least twice, a branch even if it is not taken, and the number of its runs depends on values on the
+device. So the host does not know its changes. All micro-batches run, but those after the first share a trace, so they may only make changes
+that are the same for each. An object created by the body is a different one in each trace, so a place that two traces write to existed
+before.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from spmd.program.reads import Varying, is_same_content, made_in_trace, python_w
 
 
 class BodyWrites:
-    """The writes of one body, trace after trace."""
+    """Writes of one body to Python objects, over its traces."""
 
     def __init__(self, *, is_micro_batch: bool = False) -> None:
-        """`is_micro_batch`: every run happens, and finds what the run before it left."""
+        """`is_micro_batch`: the body is a micro-batch, which always runs, and sees the changes of the previous one."""
         self._is_micro_batch = is_micro_batch
-        self._places: set[Any] | None = None  # that its first trace wrote to
-        self._changed: dict[Any, Change] = {}  # of these, what that trace left changed
+        self._places: set[Any] | None = None  # places that its first trace wrote to
+        self._changed: dict[Any, Change] = {}  # those that it changed
 
     @contextmanager
     def traced(self) -> Generator[None]:
-        """Around each trace of the body.
+        """Record the writes of one trace of the body; enter it around every trace.
 
         Raises:
-            TraceError: it leaves something else than it found.
+            TraceError: the body leaves a Python object changed, or a micro-batch leaves it different from the previous one.
         """
         with python_writes() as writes:
             yield
@@ -42,17 +42,17 @@ class BodyWrites:
             changed = {place: c for place, c in changed.items() if not _is_alike(c.after, c.before, known)}
         else:
             changed = {place: c for place, c in changed.items() if not is_same_content(c.after, c.before)}
-        if self._places is None:  # the first micro-batch may leave what it likes, since the others find it
+        if self._places is None:  # the first micro-batch may change anything, since the others see it
             self._places, self._changed = set(writes), {} if self._is_micro_batch else changed
             return
         for place in filter(self._places.__contains__, writes):
             change = self._changed.get(place) or changed.get(place)
             if change is not None:
-                raise _of_micro_batch(change) if self._is_micro_batch else _of_body(change)
+                raise _micro_batch_error(change) if self._is_micro_batch else _body_error(change)
 
 
 class Change(NamedTuple):
-    """What a place held before a trace of a body, and after it."""
+    """Value of a place before and after a trace of a body."""
 
     title: str
     before: Any
@@ -60,12 +60,12 @@ class Change(NamedTuple):
 
 
 def _is_alike(after: Any, before: Any, known: set[int]) -> bool:
-    """Whether a micro-batch that finds `after` does what one did that found `before`.
+    """Whether a micro-batch behaves the same for `after` as for `before`.
 
-    Equal plain values are alike, and so are two tensors or objects that each micro-batch makes: the next one has its own.
+    It does for equal plain values, and for two tensors or objects that are created by each micro-batch.
 
     Args:
-        known: ids of the values that were there when the micro-batch began.
+        known: ids of the values that existed when the micro-batch began.
     """
     after, before = _plain(after), _plain(before)
     if after is before or is_same_content(after, before):
@@ -83,19 +83,19 @@ def _plain(value: Any) -> Any:
     return value.evaluate() if type(value) is Varying else value
 
 
-def _of_body(change: Change) -> TraceError:
+def _body_error(change: Change) -> TraceError:
     return TraceError(
         message(
             f"a branch or loop body in a compiled function changes {change.title}",
             *called_at(),
             f"it was {shown(change.before)} before, and is {shown(change.after)} after it",
-            "only the device knows whether and how often it runs",
+            "only the device knows whether and how often the body runs",
             fix="return a tensor instead, or update one on the device in place",
         )
     )
 
 
-def _of_micro_batch(change: Change) -> TraceError:
+def _micro_batch_error(change: Change) -> TraceError:
     before, after = _plain(change.before), _plain(change.after)
     return TraceError(
         message(
