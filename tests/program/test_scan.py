@@ -198,8 +198,16 @@ def test_layers_with_other_settings_are_refused(layers: list[nn.Module], text: s
 
 def test_scan_refuses_what_it_cannot_do() -> None:
     xs = torch.ones(3, 2, device="jax")
-    with pytest.raises(spmd.SpmdError, match=r"sizes: \[2, 3\]"):
-        spmd.scan(lambda c, x: (c, x), xs[0], (xs, xs.T))
+    refused = {
+        (xs, xs.T): r"sizes: \[2, 3\](?s:.*)x\[:2\]",
+        (xs, xs[0, 0]): "a 0-dim tensor",
+        (xs, 1.0): "a float",
+        (xs, None): "a NoneType",
+        (): "no tensor",
+    }
+    for given, text in refused.items():
+        with pytest.raises(spmd.SpmdError, match=text):
+            spmd.scan(lambda c, x: (c, x), xs[0], given)
     with pytest.raises(spmd.SpmdError, match=r"from torch.float32\[2\]\n  to torch.float32\[1, 2\]"):
         spmd.compile(lambda xs: spmd.scan(lambda c, x: (c[None], x), xs[0], xs))(xs)
     total = torch.zeros(2, device="jax")

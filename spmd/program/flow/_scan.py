@@ -45,7 +45,8 @@ def scan(
         (carry, ys) with the leaves of ys stacked along a new first dim of size n; None leaves stay None.
 
     Raises:
-        SpmdError: xs has no tensor, its first dims differ in size, or the carry changes its structure, shapes or dtypes.
+        SpmdError: xs is empty or has a leaf without a first dim, first dims differ in size, or the carry changes its structure, shapes
+            or dtypes.
         TraceError: inside a compiled function, `fn` writes in place to a tensor from outside.
     """
     flat_xs, xs_tree = pytree.tree_flatten(xs)
@@ -55,15 +56,20 @@ def scan(
     return _Scanned(fn, init, flat_xs, xs_tree, length)()
 
 
-def _common_length(flat_xs: Sequence[torch.Tensor]) -> int:
-    """Size of the first dim that all tensors share.
+def _common_length(flat_xs: Sequence[Any]) -> int:
+    """Size of the first dim of all tensors in xs.
 
     Raises:
-        SpmdError: the sizes differ, or there is no tensor.
+        SpmdError: the sizes differ, there is no tensor, or a leaf is not a tensor with a first dim.
     """
-    lengths = {x.shape[0] if x.dim() else 0 for x in flat_xs}
-    if not lengths:
+    if not flat_xs:
         raise SpmdError(message("xs of spmd.scan contains no tensor", fix="spmd.scan(fn, init, torch.arange(n, device='jax'))"))
+    for x in flat_xs:
+        if not isinstance(x, torch.Tensor) or x.dim() == 0:
+            found = "a 0-dim tensor" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            what = f"xs of spmd.scan contains {found}, where a tensor with a first dim to iterate over is expected"
+            raise SpmdError(message(what, fix="use the value inside fn: lambda carry, x: fn(carry, (x, value))"))
+    lengths = {x.shape[0] for x in flat_xs}
     if len(lengths) > 1:
         what = "the first dims of the tensors in xs of spmd.scan have different sizes"
         raise SpmdError(message(what, f"sizes: {sorted(lengths)}", fix=f"slice each tensor to the same length: x[:{min(lengths)}]"))
