@@ -110,7 +110,7 @@ def gradients(
 
 
 def _require_closed(outputs: Sequence[torch.Tensor], wanted: set[int], mark: int) -> None:
-    """Raise if the graph of `outputs` leaves the function by another way than the wanted leaves."""
+    """Raise TraceError if the graph of `outputs` reaches other leaves than `wanted`, or nodes older than `mark`."""
     nodes: list[Any] = [o.grad_fn for o in outputs]
     waiting = [node for node in nodes if node is not None]
     seen: set[Any] = set()

@@ -49,9 +49,9 @@ def scanned(combine_fn: Fn, init: Sequence[torch.Tensor], xs: Sequence[torch.Ten
     _require_carry(body.shapes[: len(init)], init)
     closure_now = [t.view_as(t) for t in body.closure] if torch.is_grad_enabled() else []
     tensors = [t for t in more if is_device_tensor(t)]
-    call = _Rounds(body, len(init), len(xs), xs[0].shape[0], words)
+    call = _ScanCall(body, len(init), len(xs), xs[0].shape[0], words)
     results = _Scan.apply(call, *init, *xs, *tensors, *closure_now)
-    default_stream.draws += body.draws * call.rounds
+    default_stream.draws += body.draws * call.length
     return pytree.tree_unflatten(results, body.tree)
 
 
@@ -72,13 +72,13 @@ def _require_carry(found: Sequence[Any], init: Sequence[torch.Tensor]) -> None:
 
 
 @dataclass
-class _Rounds:
+class _ScanCall:
     """One scan. Of its tensors, the first `carries` are the carry, the next `stacks` are sliced, and the rest are loop-invariant."""
 
     body: Body
     carries: int
     stacks: int
-    rounds: int
+    length: int
     words: Any
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -98,7 +98,7 @@ class _Rounds:
             return (outputs[: self.carries], new, advanced(now, self.body.draws)), (outputs[self.carries :], kept)
 
         start = (init, [buffer.get() for buffer in written], self.words)
-        (final, new, _), (results, kept) = jax.lax.scan(one, start, stacks, length=self.rounds)
+        (final, new, _), (results, kept) = jax.lax.scan(one, start, stacks, length=self.length)
         for buffer, value in zip(written, new, strict=True):
             buffer.set(value)
         return [*final, *results], kept
@@ -129,7 +129,7 @@ class _Rounds:
             [grads[i] if grads[i] is not None else jnp.zeros_like(init[i]) for i in of_carry],
             [jnp.zeros_like(rest[i - self.carries - self.stacks]) for i in constant] + [jnp.zeros_like(c) for c in closure],
         )
-        (to_init, sums), to_stacks = jax.lax.scan(one, start, (stacks, kept, grads[self.carries :]), length=self.rounds, reverse=True)
+        (to_init, sums), to_stacks = jax.lax.scan(one, start, (stacks, kept, grads[self.carries :]), length=self.length, reverse=True)
         found: dict[int, Any] = dict(zip((*of_carry, *constant), (*to_init, *sums[: len(constant)]), strict=True))
         found.update({self.carries + i: value for i, value in enumerate(to_stacks)})
         return [*(found.get(i) for i in range(len(arrays))), *sums[len(constant) :]]
@@ -139,7 +139,7 @@ class _Scan(torch.autograd.Function):
     """A scan as an autograd function."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Rounds, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: _ScanCall, *tensors: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad)

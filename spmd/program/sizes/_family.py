@@ -119,9 +119,9 @@ class Family:
         """Leaves of the result for the current sizes, which views depend on."""
         if not self._windows:
             return self._leaves
-        return [self._today(leaf) if id(leaf) in self._windows else leaf for leaf in self._leaves]
+        return [self._leaf_of_call(leaf) if id(leaf) in self._windows else leaf for leaf in self._leaves]
 
-    def _today(self, leaf: Leaf) -> Leaf:
+    def _leaf_of_call(self, leaf: Leaf) -> Leaf:
         window, formulas = self._windows[id(leaf)]
         numbers, rank = [formula(self.today) for formula in formulas], len(window.size)
         own = window._replace(size=tuple(numbers[:rank]), stride=tuple(numbers[rank : 2 * rank]), offset=numbers[-1])

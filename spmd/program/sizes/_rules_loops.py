@@ -58,14 +58,14 @@ def repeat(ev: Evaluation, eqn: Equation, operands: list[Padded]) -> list[Padded
     carry = operands[of_condition + of_body :]
     dims = [v.dims for v in carry]
 
-    def goes_on(state: Any) -> Any:
+    def condition(state: Any) -> Any:
         return ev.call(conditions, [*first, *_named(state, dims)])[0].array
 
     def body(state: Any) -> Any:
         results = ev.call(bodies, [*second, *_named(state, dims)])
         return _arrays([ev.room.like(v, d) for v, d in zip(results, dims, strict=True)])
 
-    return _named(lax.while_loop(goes_on, body, _arrays(carry)), dims)
+    return _named(lax.while_loop(condition, body, _arrays(carry)), dims)
 
 
 @rule("cond")

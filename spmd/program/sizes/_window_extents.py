@@ -30,7 +30,7 @@ def learn_extents(points: Points, jaxprs: Sequence[Any], limits: Sequence[tuple[
     Raises:
         Unknown: two extents are equal at the points, but not for all sizes.
     """
-    learning = _Learning(points, limits)
+    learning = _ExtentVisitor(points, limits)
     for form in known:
         learning.learn(tuple(form(point) for point in points.at), form)
     learning.visit([getattr(j, "jaxpr", j) for j in jaxprs])
@@ -119,7 +119,7 @@ def ends_padding(each: Sequence[Any], size: Callable[[Values], Any]) -> tuple[tu
     return tuple(found)
 
 
-class _Learning:
+class _ExtentVisitor:
     """Visitor of jaxprs that derives extents. See `learn_extents`."""
 
     def __init__(self, points: Points, limits: Sequence[tuple[int, int]]) -> None:
