@@ -279,8 +279,8 @@ class Step(CopiedStep, Generic[P, R]):
             for optimizer in found.optimizers:
                 states.keep(optimizer)
                 with underway(f"preparing the state of {type(optimizer).__name__}"):
-                    if prepare_state(optimizer, creates=all(optimizer is not other for other in settings.unprepared)):
-                        found.prepared.append(optimizer)
+                    created = prepare_state(optimizer, creates=all(optimizer is not other for other in settings.unprepared))
+                    found.prepared.append((optimizer, created))
             prepare_s = time.perf_counter() - start
             with checked(options.check_indices):
                 captured = capture(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import spmd
+from tests.oracle import assert_same
 
 Edit = Callable[[Any, list[nn.Parameter]], None]
 
@@ -417,3 +418,39 @@ def test_parts_of_a_tensor_become_state_of_their_own() -> None:
 def test_state_that_no_call_could_go_on_with_is_refused_by_name(make: Callable[..., Any], what: str) -> None:
     with pytest.raises(spmd.TraceError, match=what):
         _run(make, {}, "jax", 3)
+
+
+class Optional(nn.Module):
+    """A model whose second layer runs only if it is switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.is_deep = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if self.is_deep else x
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.AdamW(p, 0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)], ids=["AdamW", "SGD"]
+)
+def test_parameters_without_a_gradient_have_no_state_as_on_the_cpu(make: Any) -> None:
+    def run(device: str, wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Optional().to(device)
+        optimizer, x = make(model.parameters()), torch.ones(2, 4).to(device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        compiled, seen = wrap(step), list[Any]()
+        for model.is_deep in (False, False, True, True, False):
+            seen.append((compiled(x), optimizer.state_dict()["state"]))
+        return seen
+
+    assert_same(run("jax", spmd.compile), run("cpu", lambda fn: fn))

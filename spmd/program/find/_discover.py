@@ -33,7 +33,7 @@ class Reachable:
     Attributes:
         modules: root modules with the name they were found under.
         optimizers: all optimizers but those that are objects like any other.
-        prepared: those whose state was created for the trace that follows.
+        prepared: the optimizers that were prepared for the trace that follows, each with the parameters for which state was created.
         as_objects: the others. What they hold is found as an object's is.
         tensors: tensors that no module holds.
         holders: classes of arguments that are containers even while they hold no tensor.
@@ -43,7 +43,9 @@ class Reachable:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     holders: frozenset[type] = frozenset()
     as_objects: tuple[torch.optim.Optimizer, ...] = ()
-    prepared: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    prepared: list[tuple[torch.optim.Optimizer, list[torch.Tensor]]] = field(
+        default_factory=list[tuple[torch.optim.Optimizer, list[torch.Tensor]]]
+    )
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # holds what it saw, so that no id is used twice
     _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})

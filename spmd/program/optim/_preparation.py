@@ -66,7 +66,7 @@ def _with_exact_counts(
         step += 1
 
 
-def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> bool:
+def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> list[torch.Tensor]:
     """Create the state that the first step would create, and bring host-side counters to the device.
 
     Exact for optimizers whose new state is tensors that do not depend on gradients (zeros, ones, constants), and for SGD's momentum
@@ -74,10 +74,10 @@ def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> 
     if not `creates`.
 
     Returns:
-        Whether any state was created.
+        The parameters for which state was created.
     """
     if isinstance(optimizer, torch.optim.LBFGS):  # it steps outside of compiled functions alone
-        return False
+        return []
     if getattr(optimizer, "_need_device_dtype_check_for_fused", False):  # once, which is no reason to trace again
         for parameter in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
             device_dtype_check_for_fused(parameter)
@@ -92,7 +92,15 @@ def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> 
     for parameter, state in optimizer.state.items():
         if is_device_tensor(parameter) and isinstance(state, dict):
             _settle(optimizer, parameter, state)
-    return any(optimizer.state.get(p) for p in missing)
+    return [p for p in missing if optimizer.state.get(p)]
+
+
+def drop_unused_state(optimizer: torch.optim.Optimizer, created: Sequence[torch.Tensor], is_used: Callable[[Buffer], bool]) -> None:
+    """Remove the state that was created for parameters which the traced step then did not update: they have no gradient."""
+    for parameter in created:
+        state = optimizer.state.get(parameter)
+        if isinstance(state, dict) and not any(is_used(buffer_of(v)) for v in state.values() if is_device_tensor(v)):
+            del optimizer.state[parameter]
 
 
 class OptimizerStates:
@@ -433,4 +441,4 @@ def _evaluated(jaxpr: Any, consts: Any, shardings: list[Any]) -> list[Any]:
     return [v if stored_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
 
 
-__all__ = ["OptimizerStates", "equal_counters", "prepare_state", "traceable"]
+__all__ = ["OptimizerStates", "drop_unused_state", "equal_counters", "prepare_state", "traceable"]

@@ -59,7 +59,7 @@ def require_known_state(recorder: TraceRecorder, found: Reachable) -> None:
     unstepped = [o for o in found.optimizers if all(o is not stepped for stepped in recorder.stepped) and recorder.has_met(o)]
     if unstepped:
         raise OptimizerAsObject(unstepped)
-    if early := [o for o in recorder.early if any(o is prepared for prepared in found.prepared)]:
+    if early := [o for o in recorder.early if any(o is prepared and created for prepared, created in found.prepared)]:
         raise StateBeforeStep(early)
 
 

@@ -29,7 +29,7 @@ from spmd.program.find._discover import Reachable
 from spmd.program.find._objects import ITEMS, contents_of
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._lifted_numbers import LiftedNumbers
-from spmd.program.optim._preparation import traceable
+from spmd.program.optim._preparation import drop_unused_state, traceable
 from spmd.program.optim._state_rules import stored_like
 from spmd.program.optim._traced_state import Action, TracedState
 from spmd.program.reads import Effect, NumbersNeeded, Place, Recording, ReplacedState, guard_places, guard_who, recorded
@@ -312,6 +312,8 @@ class Trace:
         self.places = self.reads.settled(self.numbers.expected)
         self.reads.expect_missing()
         guards, slots, arguments = Guards(), self.slots(), frozenset(self.arguments.buffers)
+        for optimizer, created in self.found.prepared:
+            drop_unused_state(optimizer, created, recorder.touched.__contains__)
         for optimizer in self.found.optimizers:
             if any(optimizer is stepped for stepped in recorder.stepped):
                 _guards.guard_optimizer(guards, optimizer, self.numbers)
