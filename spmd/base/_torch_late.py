@@ -73,6 +73,11 @@ def device_interfaces() -> DeviceInterfaces:
     return DeviceInterfaces(*(_named(module, name) for name in ("DeviceInterface", "device_interfaces", "register_interface_for_device")))
 
 
+def dynamo_backend(name: str) -> Callable[[Any, Any], Any]:
+    """The function that `torch.compile(backend=name)` calls with each graph and its example inputs."""
+    return _named("torch._dynamo.backends.registry", "lookup_backend")(name)
+
+
 @contextmanager
 def without_dynamo() -> Generator[None]:
     """While active, functions under torch.compile run eagerly, and Dynamo ignores this thread's frames. Imports nothing."""
@@ -149,6 +154,7 @@ __all__ = [
     "compile_arguments",
     "device_interfaces",
     "dtensor_spec",
+    "dynamo_backend",
     "fsspec_filesystem",
     "joint_graphs",
     "plan_parts",

@@ -282,7 +282,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.accelerator.memory.empty_host_cache", "the same", "spmd/device/_memory_statistics.py", parameters="", since="2.12"),
     Patch(
         "torch._TorchCompileInductorWrapper.__call__",
-        "inductor generates no code for the device: the error names what to use",
+        'inductor generates no code for the device: backend "spmd" compiles its graphs',
         "spmd/patches/_unsupported_features.py",
     ),
     Patch(

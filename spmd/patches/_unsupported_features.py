@@ -1,4 +1,7 @@
-"""Features of PyTorch that this device does not support: inductor, DataParallel, names of `torch.cuda`. Errors name a replacement."""
+"""Features of PyTorch that this device does not support: inductor, DataParallel, names of `torch.cuda`. Errors name a replacement.
+
+A graph that `torch.compile(model)` gives to inductor, its default backend, is compiled by backend "spmd" if its tensors are on the device.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch_late import dynamo_backend
 from spmd.patches._table import current, replace
 
 _COMPILER, _DATA_PARALLEL = "torch._TorchCompileInductorWrapper.__call__", "torch.nn.parallel.DataParallel.__init__"
@@ -44,19 +48,23 @@ def no_such_name(name: str, known: list[str]) -> AttributeError:
 
 
 def register() -> None:
-    """Refuse inductor and DataParallel for this device from now on. Other devices are not affected."""
+    """Compile graphs on this device without inductor, and refuse DataParallel, from now on. Other devices are not affected."""
     compile_fx, data_parallel = current(_COMPILER), current(_DATA_PARALLEL)
 
     def inductor(self: Any, model_: Any, inputs_: Any, **options: Any) -> Any:
         state = chain(model_.parameters(), model_.buffers()) if isinstance(model_, torch.nn.Module) else ()
-        if any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs_, state)):
+        if not any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs_, state)):
+            return compile_fx(self, model_, inputs_, **options)
+        given = {**self.config, **(options.get("config_patches") or {})}
+        if given:
             raise SpmdError(
                 message(
-                    "torch.compile's default backend, inductor, generates code for CPUs and GPUs, not for device 'jax'",
-                    fix='torch.compile(fn, backend="spmd"), or spmd.compile(fn)',
+                    "torch.compile was given a mode or options of inductor, which generates code for CPUs and GPUs, not for device 'jax'",
+                    f"options of inductor: {', '.join(given)}",
+                    fix='torch.compile(fn), torch.compile(fn, backend="spmd"), or spmd.compile(fn)',
                 )
             )
-        return compile_fx(self, model_, inputs_, **options)
+        return dynamo_backend("spmd")(model_, inputs_)
 
     def __init__(self: Any, module: torch.nn.Module, *args: Any, **options: Any) -> None:
         if not torch.cuda.is_available() or any(p.device.type == "jax" for p in module.parameters()):
