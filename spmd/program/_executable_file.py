@@ -29,7 +29,7 @@ from mesh.job._join import job, program_environment
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax_executables import Written, device_ids, packed_call, written
 from spmd.base._program_files import machine_name
-from spmd.program.xla._cached_executables import KeptExecutable
+from spmd.program.xla._cached_executables import CachedExecutable
 from spmd.program.xla._digest import code_digest
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def save_executables(path: Path, name: str, programs: Iterable[Program], client:
         raise
 
 
-def load_executables(path: Path, name: str, client: Any) -> dict[str, KeptExecutable]:
+def load_executables(path: Path, name: str, client: Any) -> dict[str, CachedExecutable]:
     """The executables of a file by digest. They are being loaded by other threads when this returns.
 
     Raises:
@@ -93,9 +93,9 @@ def load_executables(path: Path, name: str, client: Any) -> dict[str, KeptExecut
     return found
 
 
-def _checked(path: Path, archive: zipfile.ZipFile, item: dict[str, Any]) -> KeptExecutable:
+def _checked(path: Path, archive: zipfile.ZipFile, item: dict[str, Any]) -> CachedExecutable:
     call, executable = (_part(path, archive, part, item["parts"][part]) for part in item["parts"])
-    return KeptExecutable(call, item["devices"], Written(executable))
+    return CachedExecutable(call, item["devices"], Written(executable))
 
 
 def _part(path: Path, archive: zipfile.ZipFile, part: str, checksum: str) -> bytes:

@@ -56,7 +56,7 @@ from spmd.program.trace._results import require_function
 from spmd.program.trace._trace_settings import TraceSettings
 from spmd.program.trace._whole_batch import whole_batch
 from spmd.program.xla import _hlo
-from spmd.program.xla._cached_executables import KeptExecutable
+from spmd.program.xla._cached_executables import CachedExecutable
 from spmd.program.xla._compilation import Making, Timings
 from spmd.program.xla._memory_report import MemoryReport
 
@@ -87,7 +87,7 @@ class Step(CopiedStep, Generic[P, R]):
         self._settings = TraceSettings()
         self._varying_arguments: dict[Any, set[int]] = {}
         self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces: inputs since then
-        self._loaded: dict[str, KeptExecutable] = {}
+        self._loaded: dict[str, CachedExecutable] = {}
         self._loaded_from = ""
         self.retraces: list[str] = []
         self.num_traces = 0

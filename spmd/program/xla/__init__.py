@@ -1,1 +1,1 @@
-"""Jaxprs and compiled programs: rewritten before they are lowered, read afterwards."""
+"""XLA: rewrites jaxprs before lowering, compiles them or finds their executables in a cache, and reads compiled programs."""

@@ -1,7 +1,7 @@
-"""Executables that an earlier process made, by digest: in the folder of kept programs, or in a file that somebody saved.
+"""Executables of earlier processes, found by digest: in jax's compilation cache, or in a file that the user saved.
 
-In the folder an entry names the file in which jax keeps the executable; see Note [Cached executables] in `spmd.base._program_files` and
-Note [Digests of programs] in `_digest`.
+An entry in the cache's folder maps a digest to the cache key under which jax stores the executable. See Note [Cached executables] in
+`spmd.base._program_files` and Note [Digests of programs] in `_digest`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from spmd.base._jax_executables import Written, device_ids, loaded, packed_call,
 from spmd.base._program_files import files_in_use
 from spmd.program.xla._compile_threads import compile_threads
 
-_HIT = "/jax/compilation_cache/cache_hits"  # who counts these wants to know of ours
+_HIT = "/jax/compilation_cache/cache_hits"  # jax's own event, so that code which counts cache hits also counts ours
 _log = logging.getLogger("spmd.compile")
 
 
-class KeptExecutable:
-    """An executable as bytes.
+class CachedExecutable:
+    """A serialized executable.
 
     Args:
-        call: what jax knows of it, by `packed_call`.
-        devices: the ids of those that it runs on.
+        call: jax's metadata about the executable, from `packed_call`.
+        devices: ids of the devices that it runs on.
 
     Attributes:
-        executable: as XLA writes it.
+        executable: the executable as serialized by XLA.
     """
 
     def __init__(self, call: bytes, devices: list[int], executable: Written) -> None:
@@ -37,11 +37,11 @@ class KeptExecutable:
         self._future: Future[Any] | None = None
 
     def begin(self, client: Any) -> None:
-        """Load it in another thread, for whoever asks next."""
+        """Start loading in another thread. The next `load` waits for that thread."""
         self._future = compile_threads().submit(self._load, client)
 
     def load(self, client: Any) -> Any:
-        """jax's executable, ready to be called on the devices of a client."""
+        """jax's executable, ready to be called on the devices of `client`."""
         return self._load(client) if self._future is None else self._future.result()
 
     def _load(self, client: Any) -> Any:
@@ -49,8 +49,8 @@ class KeptExecutable:
         return unpacked(self._call, executable, client)
 
 
-def kept_in_folder(digest: str) -> KeptExecutable | None:
-    """The entry of the folder of kept programs, if that is in use and has one."""
+def look_up(digest: str) -> CachedExecutable | None:
+    """The executable for `digest` in the compilation cache. None if the cache is not in use or has no entry."""
     files = files_in_use()
     entry = None if files is None else files.get(_entry(digest))
     if files is None or entry is None:
@@ -58,13 +58,18 @@ def kept_in_folder(digest: str) -> KeptExecutable | None:
     head, _, call = entry.partition(b"\n")
     about = json.loads(head)
     executable = files.get(about["key"])
-    return None if executable is None else KeptExecutable(call, about["devices"], Written(executable, in_cache=True))
+    return None if executable is None else CachedExecutable(call, about["devices"], Written(executable, in_cache=True))
 
 
-def keep_in_folder(digest: str, compiled: Any, key: str) -> None:
-    """Note under which key of jax's the executable of a digest lies."""
+def store(digest: str, compiled: Any, key: str) -> None:
+    """Add an entry for `digest` to the compilation cache.
+
+    Args:
+        compiled: jax's executable.
+        key: the cache key under which jax stored it.
+    """
     files = files_in_use()
-    if files is None or not files.has(key):  # what is compiled in no time is not kept
+    if files is None or not files.has(key):  # jax does not store programs that compile fast
         return
     try:
         call = packed_call(compiled)
@@ -73,12 +78,12 @@ def keep_in_folder(digest: str, compiled: Any, key: str) -> None:
     files.put(_entry(digest), json.dumps({"key": key, "devices": device_ids(compiled)}).encode() + b"\n" + call)
 
 
-def read(kept: KeptExecutable, client: Any, name: str) -> Any:
-    """jax's executable, or None, with a line in the log, where it cannot be loaded."""
+def read(cached: CachedExecutable, client: Any, name: str) -> Any:
+    """jax's executable. If it cannot be loaded, logs a warning and returns None."""
     try:
-        found = kept.load(client)
-    except Exception as error:  # whatever jaxlib and pickle raise: it is compiled again
-        _log.warning("a kept program of %s is compiled again: %s", name, error)
+        found = cached.load(client)
+    except Exception as error:  # jaxlib and pickle raise many types; the caller compiles instead
+        _log.warning("the cached executable of %s cannot be loaded and is compiled again: %s", name, error)
         return None
     jax.monitoring.record_event(_HIT)
     return found
@@ -88,4 +93,4 @@ def _entry(digest: str) -> str:
     return f"traced-{digest}"
 
 
-__all__ = ["KeptExecutable", "keep_in_folder", "kept_in_folder", "read"]
+__all__ = ["CachedExecutable", "look_up", "read", "store"]

@@ -1,9 +1,9 @@
-"""Images with channels last inside a program for CPU devices, where PyTorch's channels come first.
+"""Converts convolutions of a program for CPU devices from channels first (PyTorch's layout) to channels last.
 
-XLA:CPU computes a convolution over [N, H, W, C] only. Given [N, C, H, W] it copies every operand and result, and the copies stay
-even where one convolution follows another: a tenth of a ResNet-50's step. So the program is recorded with images as [N, H, W, C]
-from one convolution to the next, through pointwise operations, pooling and reductions; what else reads one gets it as PyTorch
-has it. On GPUs and TPUs the compiler chooses layouts itself, and programs stay as traced.
+XLA:CPU computes convolutions only over [N, H, W, C]. It transposes each operand and result of a convolution over [N, C, H, W], and
+these copies remain even between consecutive convolutions: a tenth of a ResNet-50's step. So the program is recorded with images as
+[N, H, W, C] from one convolution to the next, through pointwise operations, pooling and reductions. Every other operation gets its
+operands as traced. On GPUs and TPUs the compiler chooses layouts itself, and programs stay as traced.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PER_DIM = ("window_dimensions", "window_strides", "padding", "base_dilation", "
 
 
 def has_convolution(jaxpr: Any) -> bool:
-    """Whether the program convolves over one dim or more."""
+    """Whether the program contains a convolution."""
     return any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns)
 
 
 def run_channels_last(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """What `eval_jaxpr` computes, images with their channels last in between."""
+    """Evaluate a jaxpr with channels-last images inside. Arguments and results have the shapes and values of `eval_jaxpr`."""
     values = _Values()
     for variable, array in zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True):
         values.put(variable, array)
@@ -42,7 +42,7 @@ def run_channels_last(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any
 
 
 class _Values:
-    """Arrays by variable, as traced or with channels last; each is transposed at most once."""
+    """The array of each variable: as traced, with channels last, or both. An array is transposed at most once."""
 
     def __init__(self) -> None:
         self._plain: dict[Any, Any] = {}
@@ -55,7 +55,7 @@ class _Values:
         self._last[variable] = array
 
     def is_last(self, variable: Any) -> bool:
-        """Whether it is at hand with channels last."""
+        """Whether the variable's array exists with channels last, so that no transpose is needed."""
         return not is_literal(variable) and variable in self._last
 
     def plain(self, variable: Any) -> Any:
@@ -66,7 +66,7 @@ class _Values:
         return self._plain[variable]
 
     def last(self, variable: Any) -> Any:
-        """With channels last; a scalar as it is."""
+        """The array with channels last; a scalar unchanged."""
         if not variable.aval.shape:
             return self.plain(variable)
         if is_literal(variable) or variable not in self._last:
@@ -78,12 +78,12 @@ class _Values:
 
 
 def _order(rank: int) -> tuple[int, ...]:
-    """Dim i of the array with channels last is dim `order[i]` of the one as traced."""
+    """The permutation to channels last: dim i of the result is dim `order[i]` as traced."""
     return (0, *range(2, rank), 1)
 
 
 def _back(rank: int) -> tuple[int, ...]:
-    """Dim d as traced is dim `back[d]` of the array with channels last."""
+    """The inverse permutation: dim d as traced is dim `back[d]` with channels last."""
     return (0, rank - 1, *range(1, rank - 1))
 
 
@@ -100,7 +100,7 @@ def _run(equations: Sequence[Any], values: _Values) -> None:
 
 
 def _rule(eqn: Any, values: _Values) -> Callable[[Any, _Values], None] | None:
-    """How to run the equation on images with channels last; None: as traced."""
+    """The function that runs the equation on channels-last images, or None to run it as traced."""
     name = eqn.primitive.name
     if name == "conv_general_dilated":
         return _convolution
@@ -118,7 +118,11 @@ def _rule(eqn: Any, values: _Values) -> Callable[[Any, _Values], None] | None:
 
 
 def _convolution(eqn: Any, values: _Values) -> None:
-    """The dims are named by numbers, so any order will do: the left operand and the result if they are images, what is at hand else."""
+    """Convolve with new dimension numbers, so no operand has to be transposed.
+
+    If the left operand is traced as [N, C, ...] it is used with channels last, and so is the result. Other operands are used in the
+    layout in which they exist.
+    """
     left, right = eqn.invars
     numbers, params = eqn.params["dimension_numbers"], dict(eqn.params)
     back = _back(len(left.aval.shape))
@@ -141,8 +145,8 @@ def _reduction(eqn: Any, values: _Values) -> None:
     rank = len(operand.aval.shape)
     axes = tuple(sorted(_back(rank)[d] for d in eqn.params["axes"]))
     out = eqn.primitive.bind(values.last(operand), **{**eqn.params, "axes": axes})
-    left = [d for d in _order(rank) if d not in eqn.params["axes"]]  # dims of the result, as traced
-    values.put(eqn.outvars[0], lax.transpose(out, [left.index(d) for d in sorted(left)]) if left != sorted(left) else out)
+    dims = [d for d in _order(rank) if d not in eqn.params["axes"]]  # traced number of each dim of `out`
+    values.put(eqn.outvars[0], lax.transpose(out, [dims.index(d) for d in sorted(dims)]) if dims != sorted(dims) else out)
 
 
 def _window(eqn: Any, values: _Values) -> None:
@@ -152,12 +156,12 @@ def _window(eqn: Any, values: _Values) -> None:
 
 
 def _is_pointwise(closed: Any) -> bool:
-    """Whether a jitted function is made of pointwise operations and broadcasts of scalars."""
+    """Whether a jitted function has no constants and contains only pointwise operations and broadcasts."""
     return not closed.consts and all(eqn.primitive.name in _POINTWISE | {"broadcast_in_dim"} for eqn in closed.jaxpr.eqns)
 
 
 def _inlined(eqn: Any, values: _Values) -> None:
-    """The function's operations in its place."""
+    """Run the operations of a jitted function inline."""
     inner, jaxpr = _Values(), eqn.params["jaxpr"].jaxpr
     for variable, given in zip(jaxpr.invars, eqn.invars, strict=True):
         if values.is_last(given):

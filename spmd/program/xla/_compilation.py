@@ -1,9 +1,9 @@
-"""From a traced program to its executable: found among those that were kept, or lowered and compiled, here or by another thread.
+"""Gets the executable of a traced program: from the cache, or by lowering and compiling it, in this thread or another.
 
 Note [Compiled beside]
-    A trace holds Python and jax's trace state, which belong to a thread; XLA's compiler needs neither. So whoever prepares several programs
-    traces and lowers one after the other, in an order that is the same in all processes, while threads compile those that are lowered.
-    What a thread raises is raised where the program is called.
+    Tracing and lowering use Python and jax's thread-local trace state. XLA's compiler needs neither. So when several programs are
+    prepared, this thread traces and lowers them one after the other, in the same order in all processes, while other threads compile
+    those that are already lowered. An exception of such a thread is raised when the program is called.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from spmd.base._jax_executables import Written
 from spmd.base._program_files import cache_requests, programs_not_kept
 from spmd.base._progress import underway
 from spmd.base._settings import keep_programs_by_default
-from spmd.program.xla._cached_executables import KeptExecutable, keep_in_folder, kept_in_folder, read
+from spmd.program.xla._cached_executables import CachedExecutable, look_up, read, store
 from spmd.program.xla._compile_threads import compile_threads
 from spmd.program.xla._executable import lowered
 from spmd.program.xla._target import target_text
 
-Find = Callable[[str], KeptExecutable | None]
+Lookup = Callable[[str], CachedExecutable | None]
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds spent making one program; `prepare_s`: on the state that optimizers did not have yet."""
+    """Seconds spent on one program. `prepare_s` is the time to create missing optimizer state."""
 
     prepare_s: float
     trace_s: float
@@ -41,15 +41,15 @@ class Timings:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be compiled.
+    """A program to be compiled.
 
     Attributes:
-        name: as it is said.
-        run, args: a function of arrays, and arguments like those that it will have.
+        name: the name in log and progress lines.
+        run, args: a function of arrays, and example arguments: arrays or `jax.ShapeDtypeStruct`s.
         donate, pinned: see `lowered`.
-        is_ahead: for chips that are not here.
-        digest: None: it has none, and is not looked for.
-        client: jax's, of its devices.
+        is_ahead: the program is compiled for a topology that is not attached, so it cannot run here.
+        digest: the program's digest. None if it has none, and then the cache is not searched.
+        client: jax's client of the devices.
     """
 
     name: str
@@ -66,27 +66,28 @@ class Order:
 
 @dataclass(frozen=True)
 class Making:
-    """How an executable is made.
+    """How to get an executable.
 
     Attributes:
-        finds: asked for one that was kept, before the folder of kept programs is.
+        lookups: functions from a digest to a cached executable or None, tried before the compilation cache.
         is_beside: compile in another thread. See Note [Compiled beside].
     """
 
-    finds: Sequence[Find] = ()
+    lookups: Sequence[Lookup] = ()
     is_beside: bool = False
 
 
 class Compilation:
-    """An executable that is being made.
+    """An executable that is being compiled or read from the cache.
 
     Args:
-        check: called with the lowered program before it is compiled, and with the executable; then none that was kept is looked for.
+        check: two functions: one called with the lowered program before it is compiled, one called with the executable. If given, the
+            cache is not searched.
 
     Attributes:
-        lower_s: seconds, those that it took to look for a kept one included.
-        read_from: what the executable was read from; None where it was compiled.
-        has_failed: another thread has raised; `result` raises that.
+        lower_s: seconds for the search of the cache and for lowering.
+        read_from: the serialized executable that was read; None if it was compiled.
+        has_failed: the other thread raised an exception, which `result` will raise.
     """
 
     def __init__(self, order: Order, *, making: Making, check: tuple[Callable[[Any], None], Callable[[Any], None]] | None) -> None:
@@ -95,12 +96,12 @@ class Compilation:
         self.has_failed = False
         keep_programs_by_default()
         start = time.perf_counter()
-        self._kept = None if check is not None else self._found(making.finds)
-        self._lowered = self._lower() if self._kept is None else None
+        self._cached = None if check is not None else self._look_up(making.lookups)
+        self._lowered = self._lower() if self._cached is None else None
         self.lower_s = time.perf_counter() - start
         self._future: Future[tuple[Any, float]] | None = None
         self._made: tuple[Any, float] | None = None
-        if self._kept is None:
+        if self._cached is None:
             self._forget_arrays()
         if making.is_beside and not order.is_ahead:
             self._future = compile_threads().submit(self._make)
@@ -109,24 +110,24 @@ class Compilation:
             self._made = self._make()
 
     def result(self) -> tuple[Any, float]:
-        """jax's executable, and the seconds that compiling it took; waits for it."""
+        """jax's executable and the seconds that compiling or reading it took. Waits for the other thread, and raises its exception."""
         if self._made is None:
             assert self._future is not None
             self._made = self._future.result()
         return self._made
 
     def _forget_arrays(self) -> None:
-        """Hold the state's arrays no longer: nothing is lowered any more."""
+        """Drop the references to the example arguments, which are not needed once the program is lowered."""
         self._order = replace(self._order, run=_nothing, args=())
 
     def _note_end(self, future: Future[Any]) -> None:
         self.has_failed = future.cancelled() or future.exception() is not None
 
-    def _found(self, finds: Sequence[Find]) -> KeptExecutable | None:
+    def _look_up(self, lookups: Sequence[Lookup]) -> CachedExecutable | None:
         digest = self._order.digest
         if digest is None:
             return None
-        return next((kept for find in (*finds, kept_in_folder) if (kept := find(digest)) is not None), None)
+        return next((cached for lookup in (*lookups, look_up) if (cached := lookup(digest)) is not None), None)
 
     def _lower(self) -> Any:
         order = self._order
@@ -139,35 +140,35 @@ class Compilation:
     def _make(self) -> tuple[Any, float]:
         order, start = self._order, time.perf_counter()
         found = None
-        if self._kept is not None:
+        if self._cached is not None:
             with exact_dtypes(), underway(f"reading {order.name}"):
-                found = read(self._kept, order.client, order.name)
-                self.read_from = self._kept.executable
+                found = read(self._cached, order.client, order.name)
+                self.read_from = self._cached.executable
             self._lowered = self._lower() if found is None else None
         if found is None:
             self.read_from = None
             found = self._compiled()
         if self._check is not None:
             self._check[1](found)
-        self._kept = self._lowered = self._check = None
+        self._cached = self._lowered = self._check = None
         self._forget_arrays()
         return found, time.perf_counter() - start
 
     def _compiled(self) -> Any:
         order = self._order
         assert self._lowered is not None
-        says = underway(f"compiling {order.name}{target_text(order.mesh)}")
-        with exact_dtypes(), says, programs_not_kept() if order.is_ahead else nullcontext(), cache_requests() as request:
+        progress = underway(f"compiling {order.name}{target_text(order.mesh)}")
+        with exact_dtypes(), progress, programs_not_kept() if order.is_ahead else nullcontext(), cache_requests() as request:
             found = self._lowered.compile(topology_options() if order.is_ahead else None)
-        if request.value is not None:  # it was not compiled
+        if request.value is not None:  # jax read it from its cache
             self.read_from = Written(request.value, in_cache=True)
         if request.key is not None and order.digest is not None:
-            keep_in_folder(order.digest, found, request.key)
+            store(order.digest, found, request.key)
         return found
 
 
 def _nothing() -> None:
-    """Stands for a function that was lowered."""
+    """Replaces a function that has been lowered."""
 
 
 __all__ = ["Compilation", "Making", "Order", "Timings"]

@@ -1,16 +1,16 @@
-"""The threads that compile programs, or read kept ones, while Python goes on."""
+"""Threads that compile programs or load cached executables while Python continues."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
-_NUM_THREADS = 4  # of programs at a time: XLA's compilers use threads of their own for each
+_NUM_THREADS = 4  # programs compiled at the same time; XLA uses further threads for each
 
 
 @lru_cache(maxsize=1)
 def compile_threads() -> ThreadPoolExecutor:
-    """Started by the first that needs them."""
+    """The thread pool, created by the first call."""
     return ThreadPoolExecutor(_NUM_THREADS, "compiling")
 
 

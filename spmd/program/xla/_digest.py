@@ -1,11 +1,10 @@
-"""A digest of all that decides which executable a traced program becomes, so that one that was kept can be found without lowering.
+"""Digest of everything that determines the executable of a traced program, so a cached executable is found without lowering.
 
 Note [Digests of programs]
-    Lowering a program takes as long as tracing it, and is done again in every process only to ask whether it was compiled before.
-    What is lowered follows from the jaxpr, the arrays' types and layouts, the settings of jax, the devices and our own code; so the digest
-    is of these. Everything in the jaxpr must be of a kind that is known here to the last bit. A Python function in it
-    (a callback, a rule of the user's own) is not, and a primitive that neither jax nor this package has made is not either: such a
-    program has no digest, and is lowered.
+    jax's compilation cache needs the lowered program as its key, and lowering takes as long as tracing. The lowered program is determined
+    by the jaxpr, the dtypes and layouts of the arrays, jax's settings, the devices and our own code, so the digest is computed from these.
+    Every value in the jaxpr must be of a type that this module can write exactly. Python functions (callbacks, user-defined derivative
+    rules) are not, nor are primitives from outside jax and this package. A program with one of these has no digest and is lowered.
 """
 
 from __future__ import annotations
@@ -32,22 +31,28 @@ from spmd.base._jax_executables import compile_options_text, is_known_primitive,
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _RANDOM = (threefry_prng_impl, rbg_prng_impl, unsafe_rbg_prng_impl)
-_CODE = ("base", "device", "lowering", "program")  # the rooms whose code makes an executable of a trace
-_FUNCTIONS_OF = {  # what rules for derivatives need; lowering does not ask
+_CODE = ("base", "device", "lowering", "program")  # folders whose code turns a trace into an executable
+_FUNCTIONS_OF = {  # functions for differentiation, which lowering does not use
     "custom_jvp_call": ("jvp_jaxpr_fun", "jvp_jaxpr_thunk"),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
 }
 
 
 class NoDigest(Exception):
-    """A program holds something whose text does not say all of it; the message names it."""
+    """A program contains a value that cannot be written as text exactly. The message names the value."""
 
 
 def digest(jaxpr: Any, consts: Sequence[Any], layout: Sequence[Any], client: Any) -> str:
-    """Of a jaxpr, the values written into it (None for those that are inputs), whatever else its executable follows from, and the devices.
+    """SHA-256 of a program, its devices, jax's settings and our code, as hexadecimal digits.
+
+    Args:
+        jaxpr: the traced program.
+        consts: values of its constants; None for a constant that is passed as an input.
+        layout: other values that determine the executable, such as shardings.
+        client: jax's client of the devices.
 
     Raises:
-        NoDigest: something in it is of no known kind.
+        NoDigest: the program contains a value of an unknown type.
     """
     text = _Text()
     parts = text.of(jaxpr), text.of(tuple(consts)), text.of(tuple(layout)), _settings_text(client), code_digest()
@@ -55,10 +60,10 @@ def digest(jaxpr: Any, consts: Sequence[Any], layout: Sequence[Any], client: Any
 
 
 class _Text:
-    """Values as texts that are equal only for values that compile to the same."""
+    """Writes values as text. Two texts are equal only if the values compile to the same executable."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}  # by id, with what keeps it alive
+        self._known: dict[int, tuple[Any, str]] = {}  # id -> (the value, kept alive so that its id stays unique, and its text)
 
     def of(self, value: Any) -> str:
         kind = type(value)
@@ -93,7 +98,7 @@ class _Text:
         raise NoDigest(f"a {kind.__module__}.{kind.__qualname__}")
 
     def jaxpr(self, jaxpr: Any) -> str:
-        """A digest of its equations, variables numbered in the order in which they appear."""
+        """Digest of the equations, with variables numbered in order of appearance."""
         effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
         if effects:
             raise NoDigest(f"operations with effects ({', '.join(sorted(map(str, effects)))})")
@@ -126,7 +131,7 @@ class _Text:
 
     def array(self, value: Any) -> str:
         if not getattr(value, "is_fully_addressable", True) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
-            raise NoDigest("an array that is not here")
+            raise NoDigest("an array of random keys" if jnp.issubdtype(value.dtype, jax.dtypes.extended) else "an array of other processes")
         host = np.ascontiguousarray(value)
         return f"array({host.dtype.name}{host.shape} {hashlib.sha256(host.tobytes()).hexdigest()})"
 
@@ -140,7 +145,7 @@ class _Text:
         return f"sharding({self.of(sharding.mesh)}, {sharding.spec!r}, {sharding.memory_kind})"
 
     def mesh(self, mesh: Any) -> str:
-        ids = [getattr(device, "id", None) for device in mesh.devices.flat]  # None: of a mesh of no devices
+        ids = [getattr(device, "id", None) for device in mesh.devices.flat]  # None in an abstract mesh
         return f"mesh({mesh.axis_names}, {mesh.axis_types}, {mesh.devices.shape}, {ids})"
 
     def context(self, ctx: Any) -> str:
@@ -165,8 +170,8 @@ _KINDS: tuple[tuple[Any, Callable[[_Text, Any], str]], ...] = (
     (type(jax.make_jaxpr(abs)(1.0).jaxpr.eqns[0].ctx), _Text.context),
 )
 
-# what of jax's settings has no part in an executable, by how it begins
-_ASIDE = tuple(
+# prefixes of jax's settings that do not affect an executable
+_IGNORED_SETTINGS = tuple(
     f"jax_{name}"
     for name in (
         *("compilation_cache", "persistent_cache", "enable_compilation_cache", "raise_persistent_cache", "log", "explain", "dump"),
@@ -177,8 +182,8 @@ _ASIDE = tuple(
 
 
 def _settings_text(client: Any) -> str:
-    """jax, its settings as they are on this thread, the environment's flags, the devices and the compiler's options."""
-    settings = {name: value for name, value in jax.config.values.items() if not name.startswith(_ASIDE)}
+    """jax's version, its settings in this thread, flags in the environment, the devices and the compiler's options."""
+    settings = {name: value for name, value in jax.config.values.items() if not name.startswith(_IGNORED_SETTINGS)}
     here = [getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")]
     devices = [(device.id, device.platform, device.device_kind) for device in client.devices()]
     flags = sorted(program_environment().items())
@@ -188,9 +193,9 @@ def _settings_text(client: Any) -> str:
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Of the files of this package that make executables."""
+    """Digest of the files in this package that affect executables."""
     root = Path(__file__).parents[2]
-    files = sorted(file for room in _CODE for file in (root / room).rglob("*.py"))
+    files = sorted(file for folder in _CODE for file in (root / folder).rglob("*.py"))
     digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
     return hashlib.sha256(b"".join(digests)).hexdigest()
 

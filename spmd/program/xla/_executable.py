@@ -1,4 +1,4 @@
-"""A function of arrays lowered for a mesh, and what can be read from its executable."""
+"""Lowers a function of arrays for a mesh, and reports memory, FLOPs and collectives of its executable."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from spmd.program.xla._memory_report import MemoryReport, memory
 
 
 class Executable:
-    """What was compiled, and the mesh it runs on.
+    """A compiled program and its mesh.
 
     Attributes:
         compiled: jax's executable.
-        mesh: None: one device.
+        mesh: the mesh that it runs on; None for one device.
     """
 
     compiled: Any
     mesh: Mesh | None
 
     def memory(self) -> MemoryReport:
-        """Bytes of arguments, outputs, temporaries and their peak on each device, as reported by the compiler."""
+        """Per-device bytes of arguments, outputs and temporaries, and their peak, as reported by the compiler."""
         return memory(self.compiled)
 
     def flops(self) -> int:
@@ -49,19 +49,19 @@ class Executable:
 
 
 def lowered(run: Callable[..., Any], args: Sequence[Any], *, donate: bool, pinned: Any, mesh: Mesh | None, platform: str) -> Any:
-    """`run` lowered for arguments like `args`, kept from the layouts that XLA's partitioner gets wrong (call inside `exact_dtypes`).
+    """Lower `run` for arguments like `args`, and constrain layouts that XLA's partitioner gets wrong. Call it inside `exact_dtypes`.
 
     Args:
-        donate: the first argument's arrays are handed over.
-        pinned: the shardings of the results, None where XLA chooses.
+        donate: whether the arrays of the first argument are donated.
+        pinned: shardings of the results; None where XLA chooses.
 
     Raises:
-        SpmdError: arguments lie on different devices.
+        SpmdError: arguments are on different devices.
     """
     jitted = jax.jit(run, donate_argnums=0 if donate else (), out_shardings=pinned)
     try:
         found = _partition.lowered(jitted, args, None if mesh is None else mesh.to_jax(), platform)
-    except ValueError as error:  # a value in it is marked over another mesh
+    except ValueError as error:  # a value is marked over a mesh of other devices
         raise_other_devices(error)
         raise
     if mesh is not None:
@@ -70,13 +70,17 @@ def lowered(run: Callable[..., Any], args: Sequence[Any], *, donate: bool, pinne
 
 
 def on_all_devices(host: np.ndarray[Any, Any], replicated: Any) -> Any:
-    """Host values on every device of a mesh (`replicated`: that sharding), or on the one device (None)."""
+    """Upload a host array.
+
+    Args:
+        replicated: the replicated sharding over a mesh, or None for one device.
+    """
     with exact_dtypes():
         if replicated is None:
             return jnp.asarray(host)
         if replicated.is_fully_addressable:
             return jax.device_put(host, replicated)
-        # jax.device_put would run a collective of its own to compare the processes' values; see `_job_checks` for that
+        # jax.device_put would run a collective to compare the processes' values, which `_job_checks` does already
         return jax.make_array_from_callback(host.shape, replicated, lambda index: host[index])
 
 

@@ -1,9 +1,9 @@
-"""Reads compiled XLA programs: what they send between devices, what they compute and what they keep in memory.
+"""Reads the text of compiled XLA programs: collectives, FLOPs and the number of instructions.
 
-The input is the text of `jax.stages.Compiled.as_text()`, for CPU, GPU or TPU, run or compiled ahead of time. The mesh comes in as
-plain data, axis names and sizes, because a partition id in the text is a row-major position in that mesh.
+The input is the text of `jax.stages.Compiled.as_text()`, for CPU, GPU or TPU, from a program that ran or was compiled ahead of time. The
+mesh is passed as axis names and sizes, because a partition id in the text is a row-major position in that mesh.
 
-It refuses to know torch, jax, Mesh objects and how the program came to be; it never runs anything.
+This module does not depend on torch, jax or Mesh objects, and never runs a program.
 
 Example:
     compiled = jax.jit(mlp).lower(x, up, down).compile()
@@ -47,14 +47,16 @@ class Collective:
 
     Attributes:
         kind: HLO opcode without `-start`: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-        axes: mesh axes over which it communicates, in mesh order; () when its groups are no slices of the mesh: see `groups`.
-        count: times it runs in one call of the program: loop trip counts multiplied in, every branch of a conditional counted.
-        num_bytes: per-device bytes of one execution: of the result for all-gather, else of all operands (of the data operand
-            alone where the others are offsets and sizes).
-        dtype: HLO name of the payload's dtype ("f32", "bf16"), several joined with "+"; shapes: its per-device shapes.
-        groups: device positions that talk to each other; for collective-permute the (source, target) pairs.
-        op_name: jax's name stack; source: "file.py:12"; each "" when the program has none.
-        count_is_lower_bound: a loop around it has no readable trip count and was counted as one trip.
+        axes: mesh axes over which it communicates, in mesh order; () if its groups are not slices of the mesh (see `groups`).
+        count: executions in one call of the program. Trip counts of loops are multiplied in; every branch of a conditional counts.
+        num_bytes: per-device bytes of one execution: the result of an all-gather, otherwise all operands (only the data operand if
+            the others are offsets and sizes).
+        dtype: HLO name of the payload's dtype ("f32", "bf16"); several are joined with "+".
+        shapes: per-device shapes of the payload.
+        groups: positions of the devices that communicate with each other; for collective-permute, (source, target) pairs.
+        op_name: jax's name stack; "" if the program has none.
+        source: "file.py:12"; "" if the program has none.
+        count_is_lower_bound: the trip count of an enclosing loop is unknown, and one trip was counted.
     """
 
     kind: str
@@ -88,7 +90,7 @@ class CollectiveReport:
 
     @property
     def count_is_lower_bound(self) -> bool:
-        """Whether some loop's trip count could not be read."""
+        """Whether the trip count of some loop is unknown."""
         return any(item.count_is_lower_bound for item in self.collectives)
 
     def counts(self) -> dict[str, int]:
@@ -101,7 +103,7 @@ class CollectiveReport:
         return {key: sum(item.count for item in self if (item.kind, item.axes) == key) for key in keys}
 
     def to_dict(self) -> dict[str, object]:
-        """The report as JSON-able data; groups are listed only where no axes name them."""
+        """The report as JSON-serializable data. `groups` is empty where `axes` describes the groups."""
         rows = [{**vars(item), "groups": () if item.axes else item.groups} for item in self]
         return {"num_bytes": self.num_bytes, "counts": self.counts(), "collectives": rows}
 
@@ -135,18 +137,18 @@ def _count_and_bytes(report: CollectiveReport) -> tuple[str, str]:
 
 
 def collectives(hlo_text: str, axis_names: tuple[str, ...] = (), axis_sizes: tuple[int, ...] = ()) -> CollectiveReport:
-    """Every collective of a compiled program, with how often it runs, over which mesh axes and with how many bytes.
+    """The collectives of a compiled program, with their counts, mesh axes and bytes.
 
     Args:
-        hlo_text: `jax.stages.Compiled.as_text()`.
-        axis_names, axis_sizes: the mesh, same length; without them every `axes` is ().
+        hlo_text: the result of `jax.stages.Compiled.as_text()`.
+        axis_names, axis_sizes: the axes of the mesh, equally many. Without them, every `Collective.axes` is ().
 
     Returns:
-        One `Collective` per instruction that can be reached from the entry computation. An asynchronous pair is one collective, and so is
-        the chain of fusions into which XLA:TPU spreads one.
+        One `Collective` per instruction that is reachable from the entry computation. An asynchronous start/done pair is one collective,
+        and so is a chain of fusions over which XLA:TPU distributes one.
 
     Raises:
-        ValueError: the names and sizes differ in length, or the text is no compiled program.
+        ValueError: names and sizes differ in length, or the text is not a compiled program.
     """
     if len(axis_names) != len(axis_sizes):
         raise ValueError(
@@ -163,7 +165,7 @@ def collectives(hlo_text: str, axis_names: tuple[str, ...] = (), axis_sizes: tup
             is_chained = "async_collective_fusion_config" in instruction.annotations and channel in async_starts.values()
             if not kind or (is_chained and instruction.name not in async_starts):
                 continue
-            if computation.name.startswith("all-reduce-scatter"):  # how XLA:TPU writes it: a fusion of all-reduce and dynamic-slice
+            if computation.name.startswith("all-reduce-scatter"):  # XLA:TPU writes one as a fusion of all-reduce and dynamic-slice
                 kind = "reduce-scatter"
             key = _first(_GROUPS, instruction.attributes), kind == "collective-permute"
             if key not in known:
@@ -179,17 +181,17 @@ def collectives(hlo_text: str, axis_names: tuple[str, ...] = (), axis_sizes: tup
 
 
 def instruction_count(hlo_text: str) -> int:
-    """Instructions in the text of a compiled program: a measure of its size, each loop body and fusion counted once."""
+    """Number of instructions in the text of a compiled program, a measure of its size. A loop body or fusion counts once."""
     return sum(len(computation.instructions) for computation in _parse(hlo_text).computations.values())
 
 
 def flops(hlo_text: str) -> int:
-    """Floating point operations of the dots and convolutions of one call of the program, per device, from their shapes.
+    """Per-device floating-point operations of the dots and convolutions in one call of the program, computed from their shapes.
 
-    A dot counts 2*M*N*K, a convolution 2 per multiplication that meets a real element: padding and dilation holes are free, which keeps
-    exact what XLA:TPU makes of batched matmuls. Loops and conditionals count as in `Collective.count` (`cost_analysis()` counts a loop body
-    once). Also read: the matmul calls of oneDNN and cuBLAS. Not counted: pointwise work, cuDNN, kernels (Pallas), and products that
-    the compiler rewrote into multiply and reduce (XLA:TPU does so for matrix times vector).
+    A dot counts 2*M*N*K. A convolution counts 2 per multiplication by an element of its input: padding and dilation holes are free, so
+    the count is exact also for batched matmuls, which XLA:TPU rewrites as convolutions. Loops and conditionals count as in
+    `Collective.count` (`cost_analysis()` counts a loop body once). Matmul calls of oneDNN and cuBLAS count as dots. Not counted: pointwise
+    operations, cuDNN, Pallas kernels, and products that the compiler rewrote to multiply and reduce (XLA:TPU: matrix times vector).
     """
     counters = {"dot": _matmul_flops, "convolution": _convolution_flops, "custom-call": _matmul_flops}
     return sum(
@@ -201,7 +203,7 @@ def flops(hlo_text: str) -> int:
 
 
 class _Instruction(NamedTuple):
-    """One line: `%name = shape opcode(arguments), attributes, metadata=... backend_config=...` (the last two: annotations)."""
+    """One line: `%name = shape opcode(arguments), attributes, metadata=... backend_config=...`. The last two are `annotations`."""
 
     name: str
     shape: str
@@ -221,12 +223,12 @@ class _Computation(NamedTuple):
     root: str
 
     def operand_arrays(self, instruction: _Instruction) -> list[_Array]:
-        """One array per operand; of a tuple the first leaf (XLA:TPU packs the data together with barrier handles)."""
+        """One array per operand; for a tuple, its first leaf (XLA:TPU packs the data together with barrier handles)."""
         return [_arrays(self.instructions[name].shape)[0] for name in instruction.operands]
 
 
 class _Runs(NamedTuple):
-    """How often a computation runs, and the annotations of (one of) the instructions that run it."""
+    """How often a computation runs, and the annotations of one of the instructions that call it."""
 
     num_runs: int = 0
     is_bound: bool = False  # only a lower bound
@@ -283,7 +285,7 @@ def _parse(hlo_text: str) -> _Module:
 
 
 def _sources(hlo_text: str) -> dict[str, str]:
-    """`stack_frame_id` -> "file.py:12", from the tables ahead of the first computation; the innermost frame is the user's line."""
+    """Map `stack_frame_id` to "file.py:12", from the tables before the first computation. The innermost frame is the user's line."""
     files = dict(re.findall(r'^(\d+) "(.*)"$', hlo_text.partition("\nFileNames\n")[2].partition("\n\n")[0], re.MULTILINE))
     locations = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", hlo_text, re.MULTILINE)
     lines = {location: f"{files.get(file, '?')}:{line}" for location, file, line in locations}
@@ -292,7 +294,7 @@ def _sources(hlo_text: str) -> dict[str, str]:
 
 
 def _callees(module: _Module, computation: _Computation, instruction: _Instruction) -> list[tuple[str, int, bool]]:
-    """Computations that one run of the instruction runs, how often, and whether that is a lower bound; not the regions of reductions."""
+    """(name, count, whether the count is a lower bound) of each computation that the instruction calls, without reduction regions."""
     called: dict[str, str] = dict(re.findall(_CALLEES, instruction.attributes.replace("%", "")))
     if instruction.opcode == "while":
         trips = _trip_count(module, computation, instruction)
@@ -305,7 +307,7 @@ def _callees(module: _Module, computation: _Computation, instruction: _Instructi
 
 
 def _executions(module: _Module) -> list[tuple[_Computation, _Runs]]:
-    """The computations that run, each with its number of runs; callers come first, as XLA prints a computation before its callers."""
+    """The computations that run, and how often. Callers come first: XLA prints a computation before its callers."""
     runs = {module.entry: _Runs(1)}
     for name in reversed(module.computations):
         for instruction in module.computations[name].instructions.values() if name in runs else ():
@@ -321,7 +323,11 @@ def _called(module: _Module, instruction: _Instruction, key: str = "calls|to_app
 
 
 def _scalar(module: _Module, computation: _Computation, name: str, arguments: list[_Scalar | None] | None = None) -> _Scalar | None:
-    """Value of a scalar instruction; `arguments` are those of the fusion whose body `computation` is, None in a loop's own regions."""
+    """Value of a scalar instruction, or None if unknown.
+
+    Args:
+        arguments: the arguments of the fusion whose body is `computation`; None if it is the body or condition of a loop.
+    """
     instruction = computation.instructions[name]
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "constant":
@@ -342,7 +348,10 @@ def _scalar(module: _Module, computation: _Computation, name: str, arguments: li
 
 
 def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) -> int | None:
-    """Trips of a while loop: XLA's own note, else (XLA:TPU drops it) read off a counter's start, step and bound; None without either."""
+    """Trip count of a while loop, or None if unknown.
+
+    XLA's annotation gives it. XLA:TPU drops that annotation, so it is then derived from the start, step and bound of a counter.
+    """
     if noted := _first(r'"known_trip_count":\{"n":"(\d+)"', loop.annotations):
         return int(noted)
     region, body = _called(module, loop, "condition"), _called(module, loop, "body")
@@ -374,7 +383,7 @@ def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) 
 
 
 def _of_low_word(region: _Computation, compare: _Instruction) -> _Instruction:
-    """Where XLA:TPU compares 64-bit counters by their words, `high < 0 or (high == 0 and low < bound)`: that of the low words."""
+    """The comparison of the low words, if XLA:TPU compares 64-bit counters as `high < 0 or (high == 0 and low < bound)`."""
     if compare.opcode != "or":
         return compare
     both = next((item for name in compare.operands if (item := region.instructions[name]).opcode == "and"), None)
@@ -384,7 +393,7 @@ def _of_low_word(region: _Computation, compare: _Instruction) -> _Instruction:
 
 
 def _async_starts(module: _Module) -> dict[str, str]:
-    """Name -> channel of the collectives that XLA:TPU copies into every fusion beside them; these copies, in the start, count."""
+    """Map name to channel of the collectives that XLA:TPU copies into each fusion that overlaps them. Only the copy in the start counts."""
     lines = ((region, item) for region in module.computations.values() for item in region.instructions.values())
     fed = [region.instructions[item.operands[0]] for region, item in lines if '"AsyncCollectiveStart"' in item.attributes]
     return {item.name: _first(_CHANNEL, item.attributes) for item in fed}
@@ -399,7 +408,7 @@ def _payload(computation: _Computation, instruction: _Instruction, kind: str) ->
 
 
 def _groups(text: str, is_pairs: bool, num_devices: int) -> _Groups:
-    """Device groups in any of XLA's spellings: `{{0,1},{2,3}}`, `{}` (all), `[2,2]<=[4]T(0)`, `mesh['a'=2,'b'=2] {'b'}`."""
+    """Device groups from any of XLA's formats: `{{0,1},{2,3}}`, `{}` (all), `[2,2]<=[4]T(0)`, `mesh['a'=2,'b'=2] {'b'}`."""
     if text.startswith("{") or not text:
         listed = tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text))
         return listed if listed or is_pairs else (tuple(range(num_devices)),)
@@ -416,7 +425,10 @@ def _iota(text: str) -> npt.NDArray[np.int64]:
 
 
 def _mesh_grid(text: str) -> npt.NDArray[np.int64]:
-    """One row per group of `mesh['a'=8,'b'=2], device_ids=([2,8]T(1,0)) {'a':(2)4}`; `(2)4` is the part of size 4 behind one of size 2."""
+    """One row per group of `mesh['a'=8,'b'=2], device_ids=([2,8]T(1,0)) {'a':(2)4}`.
+
+    `(2)4` is the sub-axis of size 4 after one of size 2.
+    """
     axes, _, references = text.rpartition(" {")
     sizes = [(name, int(size)) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes.partition("]")[0])]
     listed = _first(r"device_ids=\((.*)\)$", axes)
@@ -438,7 +450,7 @@ def _mesh_grid(text: str) -> npt.NDArray[np.int64]:
 
 
 def _axes(groups: _Groups, axis_names: tuple[str, ...], axis_sizes: tuple[int, ...], *, is_pairs: bool) -> tuple[str, ...]:
-    """Axes whose every group is one slice along them; for pairs the axes along which some source and target differ."""
+    """The axes such that each group is one slice along them; for pairs, the axes along which some source and target differ."""
     positions = [position for group in groups for position in group]
     if len({len(group) for group in groups}) != 1 or not axis_sizes or max(positions) >= math.prod(axis_sizes):
         return ()
@@ -467,7 +479,10 @@ def _convolution_flops(computation: _Computation, instruction: _Instruction) -> 
 
 
 def _matmul_flops(computation: _Computation, instruction: _Instruction) -> int:
-    """A dot or a library's matmul: contracting dims as noted, else from the sizes, (B*M*K) * (B*K*N) = (B*M*N) * B*K*K."""
+    """FLOPs of a dot or a library's matmul.
+
+    The contracting dims are read from the text, or K is derived from the sizes: (B*M*K) * (B*K*N) = (B*M*N) * B*K*K.
+    """
     if instruction.opcode != "dot" and not re.search(r'custom_call_target="(__onednn\$matmul|__cublas\$)', instruction.attributes):
         return 0
     left, right = (dims for _, dims in computation.operand_arrays(instruction)[:2])

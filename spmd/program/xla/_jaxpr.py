@@ -1,4 +1,4 @@
-"""Questions about a jaxpr: which outputs depend on nothing, the part of it that some outputs need, and the functions inside."""
+"""Analyses and transformations of a jaxpr: constant outputs, dead code elimination, nested functions, inputs as constants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from spmd.base._jax import is_jaxpr, is_literal
 
 
 def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
-    """For each output, whether it depends on no input and on no array that existed before.
+    """For each output, whether it depends neither on an input nor on an array from before the trace.
 
     Args:
-        is_new: for each constant of the jaxpr, whether it was made in the trace.
+        is_new: for each constant of the jaxpr, whether it was created in the trace.
     """
     depends = {v for v, new in zip(jaxpr.constvars, is_new, strict=True) if not new} | set(jaxpr.invars)
     for eqn in jaxpr.eqns:
@@ -22,13 +22,13 @@ def constant_outputs(jaxpr: Any, is_new: Sequence[bool]) -> list[bool]:
 
 
 def functions_of(equation: Any) -> list[Any]:
-    """The traced functions among the parameters of an equation: a branch, the body of a loop."""
+    """The jaxprs among the parameters of an equation, such as branches or a loop body."""
     values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
     return [one for several in values for one in several if is_jaxpr(one)]
 
 
 def with_constants_first(closed: Any, count: int) -> Any:
-    """The closed jaxpr with its first `count` inputs turned into its first constants, each an object that stands for one."""
+    """The closed jaxpr with its first `count` inputs turned into its first constants. Their values are unique placeholders."""
     if not count:
         return closed
     jaxpr = closed.jaxpr
@@ -39,7 +39,7 @@ def with_constants_first(closed: Any, count: int) -> Any:
 
 
 def pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
-    """The jaxpr with only the given outputs, and the equations and inputs they need."""
+    """The jaxpr with only the given outputs, and the equations and inputs that these need."""
     outvars = [jaxpr.outvars[i] for i in outputs]
     needed = {v for v in outvars if not is_literal(v)}
     kept: list[Any] = []

@@ -1,4 +1,4 @@
-"""How much memory a compiled program takes on one device."""
+"""Memory of a compiled program on one device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Per-device memory of a compiled program as the compiler planned it; `alias_bytes` are outputs that live in donated arguments.
+    """Per-device memory of a compiled program, as planned by the compiler.
 
-    `peak_bytes` counts arguments, outputs and temporaries that are there at the same time.
+    Attributes:
+        argument_bytes, output_bytes, temp_bytes: arguments, outputs and temporaries.
+        alias_bytes: outputs stored in donated arguments.
+        generated_code_bytes: the program's code.
+        peak_bytes: maximum of all that is allocated at the same time.
     """
 
     argument_bytes: int
@@ -43,16 +47,16 @@ def memory(compiled: Compiled) -> MemoryReport:
     """Memory of one device, from `jax.stages.Compiled.memory_analysis()`.
 
     Raises:
-        ValueError: the backend has no memory analysis.
+        ValueError: the backend provides no memory analysis.
     """
     analysis: object = compiled.memory_analysis()
     if analysis is None:
         raise ValueError("this backend gives no memory analysis\n  fix: compile for cpu, gpu or a tpu topology")
     names = ("argument", "output", "temp", "alias", "generated_code")
     argument, output, temp, alias, code = (int(getattr(analysis, f"{name}_size_in_bytes")) for name in names)
-    total = argument + output + temp - alias  # all allocations of the program; the TPU's own figure for the peak counts VMEM on top
+    total = argument + output + temp - alias  # an upper bound of the peak; the peak that a TPU reports also includes VMEM
     peak = min(int(getattr(analysis, "peak_memory_in_bytes", 0)) or total, total)
-    if _is_on_cpu(compiled):  # XLA:CPU's own figure leaves temporaries out; all that it allocates is there for the whole call
+    if _is_on_cpu(compiled):  # XLA:CPU reports a peak without temporaries, and frees nothing before the call ends
         peak = total
     return MemoryReport(argument, output, temp, alias, code, peak)
 

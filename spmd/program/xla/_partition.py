@@ -1,11 +1,11 @@
-"""Lowering a program whose attention is a kernel: the partitioner is asked first how it would split it.
+"""Lowers programs with attention kernels, each inside a `shard_map` whose specs Shardy's propagation determines.
 
 Note [Kernels are told their shardings]
-The partitioner cannot split a Pallas kernel. jax's `custom_partitioning` lets the compiler call back to ask, which libtpu's
-interface does not offer. So such a program is lowered twice. First an opaque operation stands in the kernel's place that says
-only which of its dims belong together; Shardy's propagation, which jaxlib contains and the compiler would run next, then says
-how that operation will be split over batch and heads. In the second lowering the kernel stands in a `shard_map` with these specs.
-What propagation says is only a matter of speed: with other specs the partitioner would reshard, and the values stay the same.
+The partitioner cannot split a Pallas kernel. jax's `custom_partitioning` would need the compiler to call back into Python, which
+libtpu's interface does not support. So such a program is lowered twice. In the first lowering a placeholder custom call with a sharding
+rule replaces each kernel. Shardy's propagation, which jaxlib contains and which the compiler would run next, then gives the sharding of
+its batch and head dims. In the second lowering the kernel is in a `shard_map` with these specs. The specs affect only speed: with
+other specs the partitioner would reshard, and the values would be the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STANDS_FOR_KERNEL = "spmd.attention"
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A primitive's kernel, its plain meaning, and its arrays as `_sharding_rule` takes them."""
+    """A primitive's kernel, the same computation in plain jax operations, and the roles of its arrays (see `_sharding_rule`)."""
 
     run: Callable[..., Any]
     plain: Callable[..., Any]
@@ -47,26 +47,27 @@ _KERNELS = {
 
 
 def lowered(jitted: Any, args: Sequence[Any], mesh: jax.sharding.Mesh | None, platform: str) -> jax.stages.Lowered:
-    """`jitted.lower(*args)`, for TPUs with kernels.
+    """`jitted.lower(*args)`; on TPUs, attention is lowered to kernels.
 
     Args:
         mesh: the mesh that the program runs on, or None for one device.
+        platform: "cpu", "gpu" or "tpu".
     """
     if platform != "tpu":
         return jitted.lower(*args)
     traced = jitted.trace(*args)
     if mesh is None or mesh.size == 1:
         return lowered_by(traced, {primitive: _by_kernel(kernel.run) for primitive, kernel in _KERNELS.items()})
-    asked = _ProbeRules()
-    first = lowered_by(traced, {primitive: asked.rule(kernel) for primitive, kernel in _KERNELS.items()})
-    if not asked.count:
+    placeholders = _PlaceholderRules()
+    first = lowered_by(traced, {primitive: placeholders.rule(kernel) for primitive, kernel in _KERNELS.items()})
+    if not placeholders.count:
         return first
-    told = _KernelRules(mesh, _propagated(first, asked.count))
-    return lowered_by(traced, {primitive: told.rule(kernel) for primitive, kernel in _KERNELS.items()})
+    kernels = _KernelRules(mesh, _propagated(first, placeholders.count))
+    return lowered_by(traced, {primitive: kernels.rule(kernel) for primitive, kernel in _KERNELS.items()})
 
 
 def _by_kernel(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The lowering rule of a function that calls a kernel. Kernels count in 32 bits, whatever the program around them has."""
+    """The lowering rule of a function that calls a kernel. Index types in kernels are 32-bit, also in a program with 64-bit types."""
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         with jax.enable_x64(False):
@@ -80,12 +81,12 @@ def _by_plain(kernel: _Kernel, ctx: Any, *operands: Any, **params: Any) -> Seque
 
 
 def _is_manual(ctx: Any) -> bool:
-    """Inside a `shard_map` of the program's own, where the partitioner has no say."""
+    """Whether the operation is in a `shard_map` of the program itself, where the partitioner splits nothing."""
     return bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
 
 
-class _ProbeRules:
-    """Lowering rules that put an operation without meaning in a kernel's place, numbered as they come."""
+class _PlaceholderRules:
+    """Lowering rules that replace each kernel by a placeholder custom call. The placeholders are numbered in order of lowering."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -105,7 +106,11 @@ class _ProbeRules:
 
 
 class _KernelRules:
-    """Lowering rules that put each kernel into a `shard_map`, in the order of `_ProbeRules`."""
+    """Lowering rules that put each kernel into a `shard_map`.
+
+    Args:
+        splits: (axes of the batch, axes of the heads) of each kernel, in the order of `_PlaceholderRules`.
+    """
 
     def __init__(self, mesh: jax.sharding.Mesh, splits: list[tuple[Axes, Axes]]) -> None:
         self.grid, self.splits = mesh, iter(splits)
@@ -115,8 +120,8 @@ class _KernelRules:
             if _is_manual(ctx):
                 return _by_plain(kernel, ctx, *operands, **params)
             run, specs = self._split(kernel, *next(self.splits), *ctx.avals_in[:2])
-            taken, given = ([specs[role] for role in side] for side in kernel.roles.split("->"))
-            split = jax.shard_map(partial(run, **params), mesh=self.grid, in_specs=tuple(taken), out_specs=given, check_vma=False)
+            in_specs, out_specs = ([specs[role] for role in side] for side in kernel.roles.split("->"))
+            split = jax.shard_map(partial(run, **params), mesh=self.grid, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
             return _by_kernel(split)(ctx, *operands)
 
         return lower
@@ -124,7 +129,7 @@ class _KernelRules:
     def _split(
         self, kernel: _Kernel, batch: Axes, heads: Axes, query: Any, key: Any
     ) -> tuple[Callable[..., Any], dict[str, PartitionSpec]]:
-        """What each device runs, and the specs of its arrays by role: split evenly, or not split."""
+        """The function that each device runs, and the spec of each role. A dim that its axes do not divide evenly is not split."""
         batch, heads = self._dividing(batch, query.shape[0]), self._dividing(heads, query.shape[1])
         num_splits, num_kv_heads = math.prod(self.grid.shape[axis] for axis in heads), key.shape[1]
         run, key_heads = kernel.run, heads
@@ -136,7 +141,7 @@ class _KernelRules:
         return run, {"q": of_query, "n": of_query, "k": PartitionSpec(batch, key_heads)}
 
     def _dividing(self, axes: Axes, size: int) -> Axes:
-        """As many leading axes as divide the dim together."""
+        """The longest prefix of `axes` whose sizes together divide `size`."""
         kept: list[str] = []
         for axis in axes:
             size, rest = divmod(size, self.grid.shape[axis])
@@ -147,30 +152,37 @@ class _KernelRules:
 
 
 def _with_own_head(kernel: _Kernel, axes: Axes, num_sharing: int, *arrays: jax.Array, **params: Any) -> list[jax.Array]:
-    """The kernel on a device whose queries all belong to one head of keys, which `num_sharing` devices share; keys come whole."""
-    taken, given = kernel.roles.split("->")
+    """Run the kernel on a device whose query heads all belong to one key head. `num_sharing` devices share this head.
+
+    Keys and values are replicated over `axes`: every device slices its head, and gradients of the heads are summed over `axes`.
+    """
+    operand_roles, result_roles = kernel.roles.split("->")
     own = jax.lax.axis_index(axes) // num_sharing
     results = kernel.run(
-        *(jax.lax.dynamic_slice_in_dim(x, own, 1, 1) if role == "k" else x for x, role in zip(arrays, taken, strict=True)), **params
+        *(jax.lax.dynamic_slice_in_dim(x, own, 1, 1) if role == "k" else x for x, role in zip(arrays, operand_roles, strict=True)),
+        **params,
     )
-    whole = jnp.zeros_like(arrays[1])  # the keys: gradients of them and of the values have their shape
+    zeros = jnp.zeros_like(arrays[1])  # arrays[1] are the keys; gradients of keys and values have their shape
     return [
-        jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(whole, x, own, 1), axes) if role == "k" else x
-        for x, role in zip(results, given, strict=True)
+        jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, x, own, 1), axes) if role == "k" else x
+        for x, role in zip(results, result_roles, strict=True)
     ]
 
 
 def _sharding_rule(roles: str, query: Any, key: Any) -> str:
-    """Which dims of a kernel's arrays belong together. Batch (i), heads of keys (j) and heads of queries in one (n) may be split.
+    """Shardy's sharding rule of a kernel: the factors of which its dims are products.
+
+    Batch (i), key heads (j) and query heads per key head (n) may be split. The other factors need replication.
 
     Args:
-        roles: of each operand and, behind an arrow, result: "q" is [B, H, T, D], "k" is [B, K, S, D], "n" is [B, H, T].
+        roles: one letter per operand and, after an arrow, per result: "q" is [B, H, T, D], "k" is [B, K, S, D], "n" is [B, H, T].
+        query, key: types of the first two operands.
     """
     (num_batches, num_heads, num_queries, width), (_, num_kv_heads, num_keys, _) = query.shape, key.shape
     sizes = {"i": num_batches, "j": num_kv_heads, "k": num_queries, "l": num_keys, "m": width}
     if num_heads > num_kv_heads:
         sizes["n"] = num_heads // num_kv_heads
-    heads = "j" if "n" not in sizes else "jn" if num_kv_heads > 1 else "n"  # a product has no factor of one
+    heads = "j" if "n" not in sizes else "jn" if num_kv_heads > 1 else "n"  # Shardy allows no factor of size 1 in a product
     dims = {"q": f"[i, {heads}, k, m]", "k": "[i, j, l, m]", "n": f"[i, {heads}, k]"}
     operands, results = (", ".join(dims[role] for role in side) for side in roles.split("->"))
     listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -179,7 +191,7 @@ def _sharding_rule(roles: str, query: Any, key: Any) -> str:
 
 
 def _propagated(lowered: jax.stages.Lowered, count: int) -> list[tuple[Axes, Axes]]:
-    """(axes of the batch, axes of the heads) of each operation that stands for a kernel; nothing where propagation says nothing."""
+    """(axes of the batch, axes of the heads) of each placeholder, by its number; both empty if propagation gives it no sharding."""
     module: Any = lowered.compiler_ir("stablehlo")
     found: dict[int, tuple[Axes, Axes]] = {}
 
@@ -205,7 +217,7 @@ def _split_of(operation: Any) -> tuple[Axes, Axes]:
 
 
 def _whole_axes(dim: Any) -> Axes:
-    """The names of a dim's axes, up to the first of which only a part splits it."""
+    """The names of a dim's axes, up to the first that splits it only by a sub-axis."""
     kept: list[str] = []
     for reference in sdy.DimensionShardingAttr(dim).axes:
         axis = sdy.AxisRefAttr(reference)

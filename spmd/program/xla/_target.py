@@ -1,4 +1,4 @@
-"""Where a program runs: on the one mesh that its tensors are marked over, or on one device."""
+"""The mesh and platform that a program runs on: the common mesh of its tensors, or one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from spmd.device._storage import Buffer
 
 
 def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
-    """The one mesh that buffers with these annotations lie on; SpmdError if they lie on different devices."""
+    """The mesh of these annotations; None if all are None.
+
+    Raises:
+        SpmdError: the annotations have meshes with different devices, or the same devices in another order.
+    """
     found: Mesh | None = None
     for annotation in annotations:
         if annotation is None:
@@ -26,7 +30,7 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
             raise SpmdError(
                 message(
                     "one program uses tensors on two meshes with different devices",
-                    f"{found} has devices {[int(i) for i in found.device_ids]}, {here} has {[int(i) for i in here.device_ids]}",
+                    f"{found} has devices {[int(i) for i in found.device_ids]}, {here} has devices {[int(i) for i in here.device_ids]}",
                     fix="mark all tensors of a step over meshes of the same devices in the same order",
                 )
             )
@@ -34,11 +38,17 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
 
 
 def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> Mesh | None:
-    """The mesh of a program with these buffers, which constrains values to these layouts: the one that buffers are marked over, or else
-    that of a layout inside, or else the one over which another program has left a value.
+    """The mesh of a program, or None for one device.
+
+    It is the mesh that the buffers are marked over; otherwise the mesh of a layout; otherwise the mesh of an array in an unmarked buffer,
+    which is the result of another program.
+
+    Args:
+        buffers: the buffers that the program uses.
+        layouts: layouts to which it constrains values.
 
     Raises:
-        SpmdError: buffers are marked over several, of different devices.
+        SpmdError: the buffers are marked over meshes with different devices.
     """
     marked = common_mesh(b.annotation for b in buffers)
     others = (*(spec.mesh for spec in layouts), *map(mesh_of, (b.value for b in buffers)))
@@ -46,30 +56,30 @@ def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> 
 
 
 def mesh_of(value: Any) -> Mesh | None:
-    """The mesh that an array lies over, if that is more than one device."""
+    """The mesh of an array's sharding; None if the array is on one device or is not a jax.Array."""
     sharding = getattr(value, "sharding", None)
     found: Any = sharding.mesh if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 else None
     return None if found is None else Mesh.from_jax(found)
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """'cpu', 'gpu' or 'tpu': of the mesh's devices, which may be elsewhere, or of the device at hand."""
+    """'cpu', 'gpu' or 'tpu': the platform of the mesh's devices, which need not be attached, or of the default device."""
     return jax.default_backend() if mesh is None else mesh.to_jax().devices.flat[0].platform
 
 
 def target_text(mesh: Mesh | None) -> str:
-    """What follows "compiling train_step": " for v5e:2x4", " over data=4, model=2", or nothing on one device."""
+    """The suffix of "compiling train_step" in progress lines: " for v5e:2x4", " over data=4, model=2", or "" for one device."""
     if mesh is None:
         return ""
     return f" for {mesh.topology}" if mesh.topology is not None else " over " + ", ".join(f"{a}={n}" for a, n in mesh.shape().items())
 
 
 def likely_platform(buffers: Iterable[Buffer]) -> str:
-    """That of the first mesh that a tensor is marked over: before the trace says which of the tensors the program uses."""
+    """The platform of the first marked buffer. Before a trace it is unknown which of the buffers the program uses."""
     return platform_of(next((b.annotation.mesh for b in buffers if b.annotation is not None), None))
 
 
 def lies_on(value: jax.Array, mesh: Mesh) -> bool:
-    """Whether an array lies on as many devices as a mesh has, by a layout over a mesh."""
+    """Whether an array has a sharding over a mesh with as many devices as `mesh`."""
     sharding = value.sharding
     return isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size() and not sharding.mesh.empty
