@@ -1,4 +1,4 @@
-"""Layers that must be one loop (`spmd.scan_layers`): whether the program has them as one, and where they differ if not."""
+"""Checks that the layers of `spmd.scan_layers` became a loop, and reports the operation in which they differ if not."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from spmd.program.roll._repeats import MIN_PASSES, kinds
 
 
 def require_loops(jaxpr: Any, runs: Sequence[Sequence[Sequence[Any]]], passes_at: Mapping[int, int], why_not: Sequence[str]) -> None:
-    """Raise unless what every layer but the first computes is in loops; the first may differ in what it need not compute.
+    """Raise unless all equations of every layer but the first are in loops. The first may differ, because it may need fewer equations.
+
+    Runs of at most `MIN_PASSES` layers and runs of another trace are not checked.
 
     Args:
-        runs: for each run of layers and each layer the variables of its results.
-        passes_at: of equations that are in a loop, its passes.
-        why_not: of what repeats and is no loop, why.
+        runs: one entry per run of layers: for each layer, the variables of its results.
+        passes_at: index of each equation in a loop -> the loop's number of passes.
+        why_not: for each repeat that is not a loop, the reason.
 
     Raises:
-        SpmdError: an equation of a layer is in no loop over the layers. Few layers, and those of another trace, are not looked at.
+        SpmdError: an equation of a layer is not in a loop over the layers.
     """
     made = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     for run in runs:
-        # of each layer the place of the last equation that made a result
+        # for each layer, the index of the last equation that computes one of its results
         borders = [max((made[v] for v in variables if v in made), default=-1) for variables in run]
         if len(run) <= MIN_PASSES or sorted(set(borders)) != borders or borders[0] < 0:
             continue
-        parts = [range(start + 1, stop + 1) for start, stop in pairwise(borders)]  # without that of layer 0
+        parts = [range(start + 1, stop + 1) for start, stop in pairwise(borders)]  # layers 1, 2, ...
         outside = [[p for p in part if passes_at.get(p, 0) < len(run) - 1] for part in parts]
         is_end_alone = not any(outside[:-1])
         if is_end_alone and (not outside[-1] or _kinds_of(jaxpr.eqns, parts[-1]) == _kinds_of(jaxpr.eqns, parts[-2])):
-            continue  # a pass may end before the last layer does: the loop then begins as far before the first layer's end
+            continue  # the passes may be shifted: the loop ends before the last layer and begins as much before the end of the first
         layer, places = next((i, places) for i, places in enumerate(outside, 1) if places)
         raise _no_loop(jaxpr.eqns, parts, places[0], layer, why_not)
 
@@ -43,7 +45,7 @@ def _kinds_of(equations: Sequence[Any], part: Sequence[int]) -> list[int]:
 
 
 def _no_loop(equations: Sequence[Any], parts: Sequence[Sequence[int]], place: int, layer: int, why_not: Sequence[str]) -> SpmdError:
-    """The error that names the first operation in which two layers differ, or why they are no loop if none does."""
+    """The error. It names the first operation in which two layers differ or, if none does, the reason why they are not a loop."""
     numbers = kinds(equations)
     fix = "call the layers that differ separately: for layer in layers: x = layer(x)"
     for index, part in enumerate(parts[1:], 2):
@@ -68,7 +70,7 @@ def _no_loop(equations: Sequence[Any], parts: Sequence[Sequence[int]], place: in
 
 
 def _shown(eqn: Any) -> str:
-    """An equation as text: what it does to what, for which module."""
+    """An equation as text: its primitive, the types of its operands, and the module that it belongs to."""
     operands = ", ".join(str(atom.val if is_literal(atom) else atom.aval.str_short()) for atom in eqn.invars)
     name = str(common_names(eqn, eqn))
     return f"{eqn.primitive.name} of {operands}" + (f" in {name}" if name else "")

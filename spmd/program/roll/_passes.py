@@ -1,9 +1,10 @@
-"""What the passes of a repeat read and leave: the same value all of them, the last one's, or each its own.
+"""Classifies the operands and results of the passes of a repeat: invariant values, carries, and one value per pass.
 
 Note [Operands of a pass]
-    An operand of an equation, seen over all passes, is one of five: made in the same pass; made in the pass before (a carry, whose
-    first value comes from outside); one value from outside; numbers written into the equations; or a value from outside for each
-    pass, of which all together are one stacked array. If an operand is none of these, the passes stay as they are.
+    A repeat becomes a loop only if every operand of its equations is of one of five kinds in all passes: a result of the same pass; a
+    result of the previous pass (a carry, whose initial value comes from outside the loop); one value from outside the loop for all
+    passes; literals; or a different value from outside for each pass (these are stacked to one array). Otherwise the equations stay
+    unrolled.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ _PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "shard_map", "whil
 
 @dataclass(frozen=True)
 class Each:
-    """Operand: a value from outside for each pass, by its place among `Passes.each`."""
+    """Operand: a different value from outside for each pass. `index` is its position in `Passes.each`."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Operand: what the pass before left, by its place among `Passes.first`."""
+    """Operand: a result of the previous pass. `index` is its position in `Passes.first` and `Passes.carried`."""
 
     index: int
 
 
-Operand = Any  # a variable of the first pass or of the outside, a literal, Each or Carried
+Operand = Any  # a variable of the first pass or from outside the loop, a literal, Each or Carried
 
 
 class NotALoop(Exception):
-    """An operand that no loop can give each pass; the text says which."""
+    """An operand is of none of the kinds that a loop supports. The message names it."""
 
 
 @dataclass
 class Passes:
-    """One pass of a repeat, and how the passes hang together.
+    """The body of a loop: one pass of a repeat, with its operands and results.
 
     Attributes:
-        count: how many passes.
-        equations: those of the first pass.
-        names: of each equation, what the passes have in common of its name.
-        operands: for each equation.
-        each: variables of the passes, or numbers written into their equations: [count] each.
-        first: for each carry the value that the first pass takes; None: zeros.
-        carried: for each carry the variable of the first pass that the next one takes.
-        left: variables of which somebody outside reads more than the last pass's: [count] each.
-        last: variables of the last pass that are read outside, and which carry holds them.
+        count: number of passes.
+        equations: the equations of the first pass.
+        names: for each equation, the name stack that all passes have in common.
+        operands: for each equation, its operands.
+        each: for each `Each` operand, its variables or literals in all passes: [count].
+        first: for each carry, its initial value; None for zeros.
+        carried: for each carry, the variable of the first pass whose value the next pass takes.
+        left: results that are read outside the loop from other passes than the last: their variables in all passes, [count] each.
+        last: (variable of the last pass that is read outside the loop, index of the carry that contains its value).
     """
 
     count: int
@@ -69,19 +70,19 @@ class Passes:
 
     @property
     def is_batch(self) -> bool:
-        """Whether all passes can be computed at once: none needs what another gives, and they multiply no matrices, which take memory."""
+        """Whether all passes can be computed as one batch: none needs a result of another, and none has products, which take memory."""
         return not self.first and not any(eqn.primitive.name in _PRODUCTS for eqn in self.equations)
 
 
 def passes_of(jaxpr: Any, repeat: Repeat, names: list[Any], readers: Mapping[Any, int]) -> Passes:
-    """How the passes hang together. See Note [Operands of a pass].
+    """The repeat as the body of a loop. See Note [Operands of a pass].
 
     Args:
         names: name stack of each equation of a pass.
-        readers: how often each variable is read in the whole program.
+        readers: number of reads of each variable in the whole program.
 
     Raises:
-        NotALoop: they do not.
+        NotALoop: an operand is of none of the five kinds.
     """
     period, count = repeat.period, repeat.passes
     all_equations = [[jaxpr.eqns[place] for place in repeat.places[k * period : (k + 1) * period]] for k in range(count)]
@@ -89,14 +90,14 @@ def passes_of(jaxpr: Any, repeat: Repeat, names: list[Any], readers: Mapping[Any
     found = Passes(count, all_equations[0], names)
     finder = _Operands(found, made)
     for i, eqn in enumerate(all_equations[0]):
-        alike = (tuple(eqns[i].invars[slot] for eqns in all_equations) for slot in range(len(eqn.invars)))
-        found.operands.append([finder.operand(eqn, atoms) for atoms in alike])
+        operands = (tuple(eqns[i].invars[slot] for eqns in all_equations) for slot in range(len(eqn.invars)))
+        found.operands.append([finder.operand(eqn, atoms) for atoms in operands])
     _note_results(found, all_equations, made, readers)
     return found
 
 
 class _Operands:
-    """What an operand is, over all passes; fills `each`, `first` and `carried`."""
+    """Classifies operands, and fills `each`, `first` and `carried` of `found`."""
 
     def __init__(self, found: Passes, made: Mapping[Any, tuple[int, int, int]]) -> None:
         self._found, self._made = found, made
@@ -104,7 +105,7 @@ class _Operands:
         self._carries: dict[tuple[Any, Any], Carried] = {}
 
     def operand(self, eqn: Any, atoms: tuple[Any, ...]) -> Operand:
-        """The operand of an equation, whose atoms in the passes these are."""
+        """The operand of an equation whose variables or literals in the passes are `atoms`."""
         if all(map(is_literal, atoms)):
             values = [np.asarray(a.val) for a in atoms]
             return atoms[0] if all(_same(values[0], v) for v in values) else self._new_each(atoms, tuple(map(id, atoms)))
@@ -116,7 +117,7 @@ class _Operands:
                 return atoms[0]
             if places[0] is None and _is_made_in_pass(places[1:], 0):
                 return self._new_carry(eqn, atoms[0], places[1])
-        raise NotALoop(f"an operand of {eqn.primitive.name} comes from elsewhere in each pass")
+        raise NotALoop(f"an operand of {eqn.primitive.name} is computed by different operations in different passes")
 
     def _new_each(self, atoms: tuple[Any, ...], key: tuple[Any, ...]) -> Each:
         if key not in self._each:
@@ -137,7 +138,7 @@ class _Operands:
 
 
 def _is_made_in_pass(places: Sequence[tuple[int, int, int] | None], first: int) -> bool:
-    """Whether place k is that of one output of one equation in pass `first + k`."""
+    """Whether `places[k]` is in pass `first + k` for all k, and all are the same output of the same equation."""
     at = places[0]
     return at is not None and all(place == (first + k, *at[1:]) for k, place in enumerate(places))
 
@@ -148,7 +149,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _note_results(found: Passes, all_equations: list[list[Any]], made: Mapping[Any, Any], readers: Mapping[Any, int]) -> None:
-    """Which values the outside reads: of every pass, or of the last one only."""
+    """Fill `left` and `last` with the results that are read outside the loop: of all passes, or only of the last one."""
     inside: dict[Any, int] = {}
     for v in (v for eqns in all_equations for eqn in eqns for v in eqn.invars):
         if not is_literal(v) and v in made:

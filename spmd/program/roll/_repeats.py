@@ -1,11 +1,11 @@
-"""Where a traced program repeats itself: the blocks of a model, one after the other, forwards, backwards and in the optimizer.
+"""Finds repeated equations in a traced program: the blocks of a model in the forward pass, the backward pass and the optimizer.
 
 Note [Repeats]
-    Equations are alike if they bind the same primitive with the same parameters to operands of the same types. A stretch of the
-    program in which every equation is like the one `period` before it is a repeat of its first `period` equations. Which periods are
-    worth a look is told by the distances between equations that are alike; of all stretches the one that saves most equations is
-    taken first. Where in the stretch a pass begins is free: where the fewest bytes go from one pass to the next, which for a model is
-    the border of two blocks.
+    Two equations are alike if they bind the same primitive with the same parameters to operands of the same types. A stretch of the
+    program in which every equation is like the one `period` before it is a repeat of its first `period` equations. Candidates for the
+    period are the most frequent distances between equations that are alike. The stretch that saves the most equations is taken first.
+    A pass may begin at any equation of the stretch. It begins where the fewest bytes cross from one pass to the next, which in a model
+    is the border between two blocks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import numpy as np
 from spmd.base._jax import common_names, is_jaxpr, is_literal
 
 MIN_PASSES = 3
-_MIN_SHARE = 0.1  # of the program's equations: what the first repeat saves; below that it has no layers
-_MIN_SAVING = 8
-_MAX_PERIODS = 64  # that are looked at
-_MAX_SKIPPED = 16  # equations in a row that only the first pass has
+_MIN_SHARE = 0.1  # the first repeat must save this share of the program's equations; otherwise the program has no layers
+_MIN_SAVING = 8  # equations
+_MAX_PERIODS = 64  # candidates for the period of a stretch
+_MAX_SKIPPED = 16  # consecutive equations that only the first pass has
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`passes` times the same `period` equations.
+    """A sequence of `period` equations that occurs `passes` times.
 
     Attributes:
-        places: which equations of the program these are, pass after pass.
-        before: equations between those of the first pass that read nothing of it; all passes use what they give.
+        places: indices of the equations in the program, pass after pass.
+        before: indices of equations that lie among those of the first pass but read no result of it. They run before the loop.
     """
 
     period: int
@@ -42,7 +42,7 @@ class Repeat:
 
     @property
     def passes(self) -> int:
-        """How often the equations come."""
+        """How often the sequence occurs."""
         return len(self.places) // self.period
 
     def names(self, jaxpr: Any) -> list[Any]:
@@ -54,10 +54,10 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Equations each of which is like the one `period` before it.
+    """Equations, each of which is like the one `period` before it.
 
     Attributes:
-        places, before: as of a repeat; the last pass need not be whole.
+        places, before: see `Repeat`. The last pass may be incomplete.
     """
 
     period: int
@@ -66,7 +66,7 @@ class Stretch:
 
 
 def stretches(jaxpr: Any) -> list[Stretch]:
-    """The stretches of a jaxpr that repeat, in the order of the program. See Note [Repeats]."""
+    """The stretches of a jaxpr, in program order. See Note [Repeats]."""
     numbers = np.array(kinds(jaxpr.eqns), np.int64)
     free = np.ones(len(numbers), bool)
     found: list[Stretch] = []
@@ -81,18 +81,18 @@ def stretches(jaxpr: Any) -> list[Stretch]:
 
 
 def _saving(stretch: tuple[int, int, int]) -> tuple[int, int]:
-    """Equations that one pass instead of all saves; of equals the shortest period first."""
+    """Sort key: the number of equations that a loop saves; among equals, the shortest period is largest."""
     _, period, length = stretch
     return (length // period - 1) * period if length // period >= MIN_PASSES else 0, -period
 
 
 def kinds(equations: Sequence[Any]) -> list[int]:
-    """A number for each equation; equal where equations are alike."""
+    """A number for each equation. Equations that are alike have the same number."""
     known: dict[Any, int] = {}
     parameters: dict[Any, int] = {}
     texts: dict[int, str] = {}
     contexts: dict[int, str] = {}
-    described: dict[int, Any] = {}  # what was recorded from one trace of a rule has the same dict of parameters
+    described: dict[int, Any] = {}  # by id of the parameters: equations from one trace of a rule share the dict
 
     def text(jaxpr: Any) -> str:
         if id(jaxpr) not in texts:
@@ -124,12 +124,12 @@ def kinds(equations: Sequence[Any]) -> list[int]:
     return [known.setdefault(kind(eqn), len(known)) for eqn in equations]
 
 
-# rules that a transformation would call, made anew for each call of the same function
+# derivative rules, which are new objects for each call of the same function and which loops do not use, and names
 _NOT_COMPARED = frozenset(("jvp_jaxpr_fun", "jvp", "fwd_jaxpr_thunk", "bwd", "call", "name"))
 
 
 def _type(atom: Any) -> Any:
-    """What has to agree of two operands: scalars that are written into equations may differ."""
+    """The part of an operand that must agree for equations to be alike. The values of scalar literals may differ."""
     if is_literal(atom):
         return "literal", atom.aval, None if atom.aval.shape == () else id(atom.val)
     return atom.aval
@@ -137,18 +137,18 @@ def _type(atom: Any) -> Any:
 
 def _periods(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any]) -> list[int]:
     """Distances between equations that are alike, most frequent first."""
-    places = np.argsort(kinds, kind="stable")  # those of one kind, in the order of the program
+    places = np.argsort(kinds, kind="stable")  # grouped by kind, in program order within a kind
     taken = np.cumsum(~free)
     one, other = places[:-1], places[1:]
     is_pair = (kinds[one] == kinds[other]) & free[one] & free[other] & (taken[one] == taken[other])
-    shares = 1 / np.bincount(kinds)[kinds[one[is_pair]]]  # those that come once in each pass tell its length
+    shares = 1 / np.bincount(kinds)[kinds[one[is_pair]]]  # rare kinds weigh more: one that occurs once per pass gives the period
     weights = np.bincount((other - one)[is_pair], shares)
     found = np.argsort(-weights, kind="stable")[:_MAX_PERIODS]
     return [int(period) for period in found if weights[period] > 0]
 
 
 def _longest(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
-    """(start, period, length) of the longest stretch of this period."""
+    """(start, period, length) of the longest stretch with this period."""
     same = (kinds[:-period] == kinds[period:]) & free[:-period] & free[period:]
     edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
     starts, stops = edges[::2], edges[1::2]
@@ -161,7 +161,11 @@ def _longest(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], period: in
 def _with_first_pass(
     equations: Sequence[Any], kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], start: int, period: int, length: int
 ) -> tuple[list[int], list[int]]:
-    """The stretch continued towards the program's start, over equations that only the first pass has: (its places, theirs)."""
+    """Extend a stretch towards the start of the program across equations that only the first pass has.
+
+    Returns:
+        (indices of the stretch's equations, indices of the skipped equations). The stretch is unchanged if no whole pass is gained.
+    """
     places = deque(range(start, start + length))
     skipped: list[int] = []
     since_match = 0
@@ -176,22 +180,25 @@ def _with_first_pass(
             since_match += 1
     inside = {v: place for place in places for v in equations[place].outvars}
     first = places[0]
-    for place in skipped:  # the latest first: what reads of the first pass cannot go before it
+    for place in skipped:  # latest first; an equation that reads a result of the first pass cannot be moved before the loop
         if place > first and any(not is_literal(v) and v in inside for v in equations[place].invars):
             first = place + 1
             break
     while places[0] < first:
         places.popleft()
-    if len(places) // period == length // period:  # no pass more: what was found there may be part of another repeat
+    if len(places) // period == length // period:  # no pass gained: leave these equations to other repeats
         return list(range(start, start + length)), []
     return list(places), [place for place in reversed(skipped) if place > places[0]]
 
 
 def placed(equations: Sequence[Any], stretch: Stretch, known: Mapping[Any, tuple[Any, int]]) -> Repeat:
-    """The repeat in a stretch whose passes hand the fewest bytes to the next one, and read neighbours in the families that are known.
+    """The repeat of a stretch, with the best start of a pass.
+
+    The best start is the one at which the fewest bytes cross from one pass to the next. Among equals, most operands of consecutive
+    passes are consecutive members of a known family.
 
     Args:
-        known: the family of a variable, and which pass's it is.
+        known: for a variable of an earlier loop, its family (the variables that correspond to it in the passes) and its pass.
     """
     period, places = stretch.period, stretch.places
     passes = len(places) // period
@@ -212,21 +219,21 @@ def placed(equations: Sequence[Any], stretch: Stretch, known: Mapping[Any, tuple
 
 
 def _are_neighbours(one: tuple[Any, int] | None, other: tuple[Any, int] | None) -> bool:
-    """Whether two operands may be of two passes that follow each other, by the families that are known."""
+    """Whether two operands are consecutive members of one known family, or both belong to none."""
     if one is None or other is None:
         return one is other
     return one[0] == other[0] and abs(one[1] - other[1]) == 1
 
 
 def _crossing_bytes(equations: Sequence[Any], places: list[int], period: int) -> np.ndarray[Any, Any]:
-    """int64[period]: what goes from one pass to the next where passes begin there."""
+    """int64[period]: bytes that cross from one pass to the next if passes begin at that equation of the period."""
     made = {v: i for i, place in enumerate(places) for v in equations[place].outvars}
     last_use: dict[Any, int] = {}
     for i, place in enumerate(places):
         for v in equations[place].invars:
             if not is_literal(v) and v in made and i - made[v] <= period:
                 last_use[v] = i
-    # a value made at d and last used at u, a period later at most (what a layer adds to is), crosses every border in (d, u]
+    # a value made at d and last used at u crosses every border in (d, u]; u is at most a period later (a layer's residual is)
     crossing = np.zeros(period, np.int64)
     middle = (len(places) // period // 2) * period
     for v, use in last_use.items():
@@ -236,7 +243,7 @@ def _crossing_bytes(equations: Sequence[Any], places: list[int], period: int) ->
 
 
 def num_bytes(aval: Any) -> int:
-    """Bytes of a value; of a random key, of its words."""
+    """Bytes of a value; 8 for a random key."""
     return prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 

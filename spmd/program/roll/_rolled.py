@@ -1,4 +1,4 @@
-"""A traced program recorded anew with its repeated equations as loops: its size does not grow with the number of layers."""
+"""Records a traced program again with loops for repeated equations, so its size does not grow with the number of layers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from spmd.program.roll._stacks import Stacks
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of a program, or why equations that repeat are none.
+    """A loop of a program, or repeated equations that are not a loop.
 
     Attributes:
-        where: the module whose operations they are, "*" for its number; "" in the backward pass and in the optimizer.
-        passes: how often they run.
-        equations: how many there are in a pass.
-        why_not: why they are not one loop; None if they are.
+        where: name of the module, with "*" for its index; "" in the backward pass and in the optimizer.
+        passes: number of iterations.
+        equations: number of equations per iteration.
+        why_not: why the equations are not a loop; None if they are.
     """
 
     where: str
@@ -42,9 +42,9 @@ class Rolled:
     """A jaxpr and the loops in it.
 
     Attributes:
-        loops: what repeats in it, in the order of the program.
-        size: how many equations are recorded, each loop's once.
-        passes_at: of equations that are in a loop, its passes.
+        loops: the repeated equations, in program order.
+        size: number of equations that are recorded; the body of a loop counts once.
+        passes_at: index of each equation in a loop -> the loop's number of passes.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -56,7 +56,7 @@ class Rolled:
         self.loops: list[Loop] = []
         self._passes: list[Passes] = []
         self.passes_at: dict[int, int] = {}
-        taken: dict[int, list[Any]] = {}  # by place: what is recorded there instead
+        taken: dict[int, list[Any]] = {}  # index of an equation in a loop -> what is recorded there instead
         known: dict[Any, tuple[Any, int]] = {}
         for stretch in stretches(jaxpr):
             repeat = placed(jaxpr.eqns, stretch, known)
@@ -78,10 +78,10 @@ class Rolled:
         self.size = len(self._plan) + sum(len(passes.equations) - 1 for passes in self._passes)
 
     def families(self, allowed: Container[Any]) -> list[tuple[Any, ...]]:
-        """Inputs of the program that its loops read one in each pass; each input in one family at most.
+        """Families of inputs of which a loop reads one in each pass, in the order of the passes. No input is in two families.
 
         Args:
-            allowed: inputs that may be in one.
+            allowed: the inputs that may be in a family.
         """
         found: list[tuple[Any, ...]] = []
         taken: set[Any] = set()
@@ -92,7 +92,7 @@ class Rolled:
         return found
 
     def run(self, values: Stacks) -> None:
-        """Record the program; `values` has its inputs, and its results afterwards."""
+        """Record the program. `values` contains its inputs and, afterwards, its results."""
         for step in self._plan:
             if isinstance(step, Passes):
                 _run_loop(step, values)
@@ -107,7 +107,7 @@ class Rolled:
 
 
 def _note_families(known: dict[Any, tuple[Any, int]], equations: Any, repeat: Repeat, passes: Passes) -> None:
-    """What the passes read one each, and what they make, are families, in the order of the passes."""
+    """Add the families of a loop to `known`: for each `Each` operand and each result, its variables in the order of the passes."""
     for family in passes.each:
         known.update({v: (family[0], k) for k, v in enumerate(family) if not is_literal(v) and v not in known})
     for i, place in enumerate(repeat.places):
@@ -116,14 +116,14 @@ def _note_families(known: dict[Any, tuple[Any, int]], equations: Any, repeat: Re
 
 
 def _common_start(names: list[list[str]]) -> str:
-    """What all names begin with."""
+    """The common prefix of names, as a path."""
     shortest = min(map(len, names))
     same = next((i for i in range(shortest) if len({name[i] for name in names}) > 1), shortest)
     return "/".join(names[0][:same])
 
 
 def _bound(eqn: Any, operands: list[Any], names: Any = None) -> list[Any]:
-    """The equation, recorded on these operands."""
+    """Record the equation with these operands. Returns its results."""
     with as_recorded(eqn, names):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -148,7 +148,7 @@ def _run_loop(passes: Passes, values: Stacks) -> None:
 
 
 def _stacked(family: tuple[Any, ...], values: Stacks, is_reversed: bool) -> Any:
-    """[passes, ...], the first pass's first, or last if the loop runs from the end."""
+    """[passes, ...]: the values of all passes. The first pass comes last if the loop is reversed."""
     ordered = family[::-1] if is_reversed else family
     if is_literal(family[0]):
         return np.stack([np.asarray(atom.val, atom.aval.dtype) for atom in ordered])
@@ -156,18 +156,18 @@ def _stacked(family: tuple[Any, ...], values: Stacks, is_reversed: bool) -> Any:
 
 
 def _body(passes: Passes, values: Stacks) -> Callable[[Any, Any], Any]:
-    """One pass: (carry, each) -> (carry, left).
+    """The body of the loop: (carry, each) -> (carry, left).
 
     Note [Layers are gathered after they are cut out]
-        A loop reads a layer's parameter as a slice [1, ...] of a stack, and FSDP gathers it. Left alone, the partitioner gathers the slice
-        while it still has that first dim. XLA then gives the whole stack the memory layout that such a gather wants: a copy of
-        all layers' parameters, 40 % more temporaries for a Llama of 24 layers on CPU devices. So the slice is constrained, without its
-        first dim, to the layout that the parameter was marked with, and the gather comes after that.
+        A loop reads a layer's parameter as a slice [1, ...] of a stack, and FSDP gathers it. Without a constraint, the partitioner gathers
+        the slice while it still has that first dim. XLA then gives the whole stack the memory layout that suits this gather. That copies
+        the parameters of all layers: 40 % more temporaries for a Llama of 24 layers on CPU devices. So the slice without its first dim is
+        constrained to the layout that the parameter was marked with, and the gather follows.
     """
     layouts = [None if passes.is_batch else values.layout(family[0]) for family in passes.each]
     made = {v for eqn in passes.equations for v in eqn.outvars}
     atoms = (o for operands in passes.operands for o in operands if not isinstance(o, Each | Carried) and not is_literal(o))
-    outside = {v: values.get(v) for v in atoms if v not in made}  # cut out of their stacks here, not in the loop
+    outside = {v: values.get(v) for v in atoms if v not in made}  # sliced out of their stacks here, not in the loop
 
     def body(carry: Any, each: Any) -> Any:
         local = dict(outside)

@@ -1,4 +1,4 @@
-"""A trace with its repeated equations as loops, and which buffers' values live stacked between its calls."""
+"""A trace with loops for repeated equations, and the buffers whose values stay stacked between calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from spmd.program.xla._channels_last import has_convolution
 
 
 class RolledProgram:
-    """Made by `rolled_program`.
+    """A captured program with loops, created by `rolled_program`.
 
     Attributes:
-        loops: what repeats in it, in the order of the program.
-        stacks: buffers whose values it takes and leaves as one array. See Note [Stacks of buffers].
+        loops: the repeated equations, in program order.
+        stacks: buffers whose values the program takes and returns as one array. See Note [Stacks of buffers].
     """
 
     def __init__(self, captured: Captured, rolled: Rolled) -> None:
@@ -40,18 +40,27 @@ class RolledProgram:
         self._whole = {b: stack.whole for stack in self.stacks for b in stack.members}
 
     def state(self, buffers: Sequence[Buffer]) -> list[Buffer]:
-        """The buffers, those of a stack as that stack's one; what has no dims comes last."""
+        """The buffers, with the members of a stack replaced by the stack's buffer. 0-dim buffers come last."""
         return sorted(dict.fromkeys(self._whole.get(b, b) for b in buffers), key=lambda b: not b.shape)
 
     def gather(self) -> None:
-        """Bring together what its loops read as one array."""
+        """Stack the values of the members of each stack."""
         for stack in self.stacks:
             stack.gather()
 
     def function(
         self, written: list[Buffer], read: list[Buffer], written_args: list[int], kept_args: list[int], num_outputs: int
     ) -> Callable[..., Any]:
-        """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""
+        """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words).
+
+        Args:
+            written, read: buffers of the state that the program updates, and of the state that it only reads.
+            written_args, kept_args: positions of the arguments that it updates, and of the others.
+            num_outputs: number of results of the user's function.
+
+        Returns:
+            A function that returns (state, updated arguments, gradients and optimizer state, outputs).
+        """
         captured = self._captured
         jaxpr = captured.jaxpr.jaxpr
         outputs, rest = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
@@ -68,7 +77,7 @@ class RolledProgram:
                     members = self._stack_at[buffer].members
                     spec = members[0].annotation
                     values.put_stack([self._variables[b] for b in members], value, None if spec is None else spec.to_jax())
-                elif buffer in self._variables:  # else it is written and never read
+                elif buffer in self._variables:  # otherwise the buffer is written but not read
                     values.put(self._variables[buffer], value)
             args: list[Any] = [None] * len(captured.inputs.arguments)
             for i, value in (*zip(written_args, donated_args, strict=True), *zip(kept_args, kept, strict=True)):
@@ -83,26 +92,28 @@ class RolledProgram:
         return run
 
     def _result(self, buffer: Buffer, result: dict[Buffer, Any], values: Stacks) -> Any:
-        """What the program leaves in a buffer of its state."""
+        """The new value of a buffer of the state."""
         stack = self._stack_at.get(buffer)
         return values.get(result[buffer]) if stack is None else values.stack([result[b] for b in stack.members])
 
 
-_SMALLEST = {"cpu": 20_000}  # operations from which on "auto" rolls, see docs/depth.md; elsewhere:
+_SMALLEST = {"cpu": 20_000}  # minimum number of operations for loops with roll="auto", by platform; see docs/depth.md
 _SMALLEST_ELSEWHERE = 4_000
 
 
 def rolled_program(captured: Captured, roll: bool | str, platform: str) -> RolledProgram | None:
-    """The trace with loops; None if it is compiled as it is.
+    """The trace with loops. None if it is compiled without.
 
     Args:
-        roll: False: no loops, "auto": if layers must be one, or it is large and loops leave half of its operations or fewer.
+        roll: True for loops, False for none. "auto" makes loops for `spmd.scan_layers`, and for a large program if they at least halve
+            the number of its operations.
+        platform: "cpu", "gpu" or "tpu".
 
     Raises:
-        SpmdError: layers that must be a loop (`spmd.scan_layers`) are none.
+        SpmdError: layers of `spmd.scan_layers` cannot be a loop.
     """
     jaxpr = captured.jaxpr.jaxpr
-    if not roll or (roll == "auto" and not captured.layers and _why_as_it_is(jaxpr, platform) is not None):
+    if not roll or (roll == "auto" and not captured.layers and _why_unrolled(jaxpr, platform) is not None):
         return None
     rolled = Rolled(jaxpr)
     if captured.layers:
@@ -112,15 +123,15 @@ def rolled_program(captured: Captured, roll: bool | str, platform: str) -> Rolle
 
 
 def repeats_left(captured: Captured, platform: str) -> list[Loop]:
-    """What repeats in a program that "auto" compiled as it is, and why it did."""
+    """The repeated equations of a program that "auto" compiled without loops, each with the reason."""
     jaxpr = captured.jaxpr.jaxpr
     rolled = Rolled(jaxpr)
-    why = _why_as_it_is(jaxpr, platform) or f"loops would leave {rolled.size:,} of the program's {len(jaxpr.eqns):,} operations"
+    why = _why_unrolled(jaxpr, platform) or f"loops would leave {rolled.size:,} of the program's {len(jaxpr.eqns):,} operations"
     return [replace(loop, why_not=loop.why_not or why) for loop in rolled.loops]
 
 
-def _why_as_it_is(jaxpr: Any, platform: str) -> str | None:
-    """Why "auto" compiles a program without looking for loops; None if it looks."""
+def _why_unrolled(jaxpr: Any, platform: str) -> str | None:
+    """Why "auto" does not search a program for loops. None if it does."""
     smallest = _SMALLEST.get(platform, _SMALLEST_ELSEWHERE)
     if len(jaxpr.eqns) < smallest:
         return f"the program is small enough to be compiled as it is: {len(jaxpr.eqns):,} operations, loops from {smallest:,} on"

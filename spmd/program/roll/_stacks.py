@@ -1,4 +1,4 @@
-"""Values of a program while it is recorded with loops: single ones, and those of all passes as one stacked array."""
+"""Values of a program while it is recorded with loops: single arrays, and stacks of the values of all passes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from spmd.program.roll._repeats import num_bytes
 
 
 class Stacks:
-    """Arrays by variable; a variable of a stack is cut out when it is asked for."""
+    """The array of each variable. A member of a stack is sliced out when it is first requested."""
 
     def __init__(self) -> None:
         self._single: dict[Any, Any] = {}
         self._arrays: list[Any] = []
         self._layouts: list[Any] = []
-        self._places: dict[Any, tuple[int, int]] = {}  # stack and index
+        self._places: dict[Any, tuple[int, int]] = {}  # variable -> (number of its stack, index in the stack)
 
     def put(self, variable: Any, array: Any) -> None:
         self._single[variable] = array
 
     def put_stack(self, variables: Sequence[Any], array: Any, layout: Any = None) -> None:
-        """`array[i]` is the value of `variables[i]`; `layout` is the sharding of each, if they were marked."""
+        """Store `array[i]` as the value of `variables[i]`. `layout` is the sharding of each of them, or None if they are not marked."""
         for i, variable in enumerate(variables):
             self._places[variable] = len(self._arrays), i
         self._arrays.append(array)
         self._layouts.append(layout)
 
     def layout(self, variable: Any) -> Any:
-        """The sharding of a value that lies in a stack of marked tensors; None for others."""
+        """The sharding of a member of a stack of marked tensors. None for other values."""
         return None if is_literal(variable) or variable not in self._places else self._layouts[self._places[variable][0]]
 
     def get(self, atom: Any) -> Any:
@@ -45,7 +45,7 @@ class Stacks:
         return self._single[atom]
 
     def stack(self, variables: Sequence[Any]) -> Any:
-        """[len(variables), ...]: the stack that they are in, a part of it, or one made of them now."""
+        """[len(variables), ...]: an existing stack of the variables, a slice of one, or else a new stack."""
         found = self._slice(variables)
         if found is not None:
             stack, start, step = found
@@ -59,11 +59,11 @@ class Stacks:
         return array
 
     def rows(self, variables: Sequence[Any]) -> Any:
-        """[len(variables), ...]: as `stack`, of variables that take turns: one of each of several stacks, then the next of each."""
+        """`stack` for interleaved variables: the first members of several stacks, then the second members, and so on."""
         parts: list[Any] = []
         start = 0
         while start < len(variables):
-            width, length = self._turns(variables, start)
+            width, length = self._interleaving(variables, start)
             if not width:
                 parts.append(self.get(variables[start])[None])
                 start += 1
@@ -74,8 +74,8 @@ class Stacks:
             start = stop
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def _turns(self, variables: Sequence[Any], start: int) -> tuple[int, int]:
-        """(stacks, rounds) from `start` on; (0, 0) if that variable is of no stack whose next comes later."""
+    def _interleaving(self, variables: Sequence[Any], start: int) -> tuple[int, int]:
+        """(number of interleaved stacks, members of each) from `start` on; (0, 0) if no later variable is the next of the same stack."""
         stack, index = self._places.get(variables[start], (-1, 0))
         for width in range(1, len(variables) - start):
             if self._places.get(variables[start + width]) == (stack, index + 1):
@@ -88,12 +88,12 @@ class Stacks:
         return 0, 0
 
     def _follows(self, variable: Any, before: Any) -> bool:
-        """Whether it is the next one of the same stack."""
+        """Whether `variable` is the member after `before` in the same stack."""
         stack, index = self._places.get(before, (-1, 0))
         return self._places.get(variable) == (stack, index + 1)
 
     def is_reversed(self, families: Sequence[Sequence[Any]]) -> bool:
-        """Whether most bytes of what the passes read lie in stacks in which the last pass's comes first."""
+        """Whether the families that are stacked from the last pass to the first have more bytes than those in forward order."""
         sizes = {1: 0, -1: 0}
         for family in families:
             found = self._slice(family)
@@ -102,7 +102,7 @@ class Stacks:
         return sizes[-1] > sizes[1]
 
     def _slice(self, variables: Sequence[Any]) -> tuple[int, int, int] | None:
-        """(stack, index of the first, 1 or -1) if they lie in one stack, one after the other."""
+        """(stack, index of the first variable, step 1 or -1) if the variables are consecutive members of one stack. Otherwise None."""
         places = [self._places.get(v) for v in variables]
         first, second = places[0], places[1]
         if first is None or second is None or first[0] != second[0] or abs(step := second[1] - first[1]) != 1:
