@@ -166,7 +166,7 @@ def test_a_lazy_program_says_its_operations(caplog: pytest.LogCaptureFixture) ->
     with spmd.lazy():
         x = (x + 1).sin()
         spmd.sync()
-    assert "compiling 2 operations that waited up to test_progress.py:" in told(caplog)
+    assert "compiling 2 recorded operations up to test_progress.py:" in told(caplog)
 
 
 @pytest.mark.usefixtures("all_is_long")
@@ -221,7 +221,7 @@ def test_a_lazy_session_shows_what_it_compiled() -> None:
             assert x.shape[0] == size
     lines = str(lazy).splitlines()
     assert lines[0] == "spmd.lazy(): 3 programs kept"
-    assert lines[1].startswith("  the latest: 1 operation that waited up to test_progress.py:")
+    assert lines[1].startswith("  the latest: 1 recorded operation up to test_progress.py:")
     assert "of memory on each device, at the peak:" in lines[2]
     assert lines[-1] == f"  program 3: {lazy.retraces[0]}"
 

@@ -1,1 +1,1 @@
-"""Operations between two step boundaries, recorded and run as one program: `spmd.lazy()`."""
+"""`spmd.lazy()`: records the operations between two step boundaries and runs them as one program."""

@@ -1,6 +1,7 @@
-"""An operation as a recording knows it: a key that says everything it depends on but values, and a template to run it again.
+"""Descriptions of operations in a recording: a key of everything that an operation depends on except values, and a template to run it.
 
-The key is all that is made of an operation that was recorded before; it is compared with those that came next the last time.
+For an operation that was recorded before, only the key is computed. It is compared with the keys of the operations that followed at this
+point in earlier recordings.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _COPIES = frozenset({"_to_copy", "_copy_from", "_copy_from_and_resize", "copy_"}
 _PLAIN = (bool, str, torch.dtype, torch.memory_format, torch.layout, type(None))
 
 
-class Now(Exception):
-    """The operation cannot run later: it takes what no program can be given."""
+class NotDeferrable(Exception):
+    """The operation cannot be deferred and must run now, because a program cannot take one of its arguments."""
 
 
 class Ref(NamedTuple):
-    """A tensor: which of the recording's buffers, and the window on it."""
+    """A tensor argument: `place` is the index of its buffer in the recording; the rest is its view of that buffer."""
 
     place: int
     size: tuple[int, ...]
@@ -37,18 +38,18 @@ class Ref(NamedTuple):
 
 
 class Number(NamedTuple):
-    """The operation's n-th Python number that may be an input."""
+    """A Python number of an operation that may be an input of the program; `position` counts these numbers."""
 
     position: int
 
 
-class Fresh(NamedTuple):
-    """A buffer from before the recording, at its first use.
+class External(NamedTuple):
+    """Description of a buffer from before the recording, at its first use.
 
     Attributes:
-        shape, dtype: of its root.
-        annotation: where it was marked to lie.
-        fill: bytes of the number that it repeats, if it has no memory yet; then it is a constant of the program.
+        shape, dtype: shape and dtype of the whole buffer.
+        annotation: its sharding, or None.
+        fill: bytes of the number that fills it, if the buffer is not on the device yet. Then it is a constant of the program.
     """
 
     shape: tuple[int, ...]
@@ -57,21 +58,21 @@ class Fresh(NamedTuple):
     fill: bytes | None
 
 
-def fresh(buffer: Buffer) -> Fresh:
-    """How a buffer that has a value is described."""
+def external(buffer: Buffer) -> External:
+    """The description of a buffer that has a value."""
     host = buffer.host if buffer.value is None else None
     is_filled = host is not None and host.size > 0 and not host.flags.writeable and not any(host.strides)
-    return Fresh(buffer.shape, buffer.dtype, buffer.annotation, host.flat[0].tobytes() if is_filled and host is not None else None)
+    return External(buffer.shape, buffer.dtype, buffer.annotation, host.flat[0].tobytes() if is_filled and host is not None else None)
 
 
 def on_device(operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with CPU tensors that the kernel takes as it does device tensors moved there: 0-dim ones, and indices.
+    """The arguments, with 0-dim CPU tensors and CPU index tensors uploaded.
 
     Raises:
-        Now: it copies between host and device.
+        NotDeferrable: the operation copies between host and device, or takes another CPU tensor.
     """
     if operation.name in _COPIES:
-        raise Now
+        raise NotDeferrable
     takes_indices = getattr(getattr(operation.kernel, "adapter", operation.kernel), "takes_indices", False)
 
     def moved(arg: Any, is_index: bool) -> Any:
@@ -79,7 +80,7 @@ def on_device(operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, An
             if not arg.is_cpu or is_wrapped_number(arg):
                 return arg
             if arg.dim() and not is_index:
-                raise Now
+                raise NotDeferrable
             return from_host(arg)
         return [moved(item, is_index) for item in arg] if isinstance(arg, list | tuple) and _has_tensors(arg) else arg
 
@@ -91,19 +92,19 @@ def _has_tensors(items: Any) -> bool:
     return any(isinstance(item, torch.Tensor) for item in items)
 
 
-class Describing:
-    """Makes the key of one operation.
+class KeyBuilder:
+    """Builds the key of one operation.
 
     Attributes:
-        key: what it depends on.
-        numbers: its Python numbers that may be inputs, in order.
-        has_host: it takes CPU tensors that are no numbers: see `on_device`.
+        key: everything that the operation depends on except values.
+        numbers: the Python numbers among its arguments that may be inputs of the program, in order.
+        has_host: whether it takes a CPU tensor that is not a Python number (see `on_device`).
     """
 
     __slots__ = ("_is_number", "_place_of", "has_host", "key", "numbers")
 
     def __init__(self, operation: Deferrable, place_of: Callable[[Buffer], int]) -> None:
-        """`place_of`: which of the recording's buffers one is; gives a place to one that had none."""
+        """`place_of` returns the index of a buffer in the recording, and adds the buffer if it is new."""
         self.key: list[Any] = [operation, (torch.get_default_dtype(), are_checked())]
         self.numbers: list[int | float] = []
         self.has_host = False
@@ -111,7 +112,7 @@ class Describing:
         self._place_of = place_of
 
     def add(self, name: int | str, arg: Any) -> None:
-        """One argument, by position or name."""
+        """Add one argument. `name` is its position or keyword; -1 for an item of a list."""
         key = self.key
         cls = type(arg)
         if isinstance(arg, torch.Tensor):
@@ -119,7 +120,7 @@ class Describing:
         elif cls is int or cls is float:
             if self._is_number(name, arg):
                 self.numbers.append(arg)
-                key.append(("number", cls, cls is int and arg < 0))  # an unsigned tensor refuses negative integers
+                key.append(("number", cls, cls is int and arg < 0))  # the sign matters: unsigned tensors refuse negative integers
             else:
                 key.append((cls, exactly(arg)))
         elif isinstance(arg, _PLAIN):
@@ -138,12 +139,12 @@ class Describing:
             key.append(id(arg.value))
         elif isinstance(arg, torch.device):
             if arg.type != "jax":
-                raise Now
+                raise NotDeferrable
             key.append(arg)
         elif cls is complex:
             key.append((cls, exactly(arg)))
-        else:  # generators, numbers of other tracers
-            raise Now
+        else:  # for example a generator, or a number that is traced
+            raise NotDeferrable
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.is_cpu:
@@ -153,20 +154,20 @@ class Describing:
                     self.numbers.append(number)
                     self.key.append(("number", type(number), type(number) is int and number < 0))
                     return
-                raise Now
+                raise NotDeferrable
             self.has_host = True
             return
         if tensor.is_meta or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
-            raise Now
+            raise NotDeferrable
         buffer = buffer_of(tensor)
         if buffer.dropped is not None:
-            raise Now
+            raise NotDeferrable
         place = self._place_of(buffer)
         self.key.append((place, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
 
 
 def template(arg: Any, name: int | str, operation: Deferrable, count: list[int]) -> Any:
-    """The argument with references in place of tensors and numbers; `count`: how many numbers there were before it."""
+    """The argument with `Ref` and `Number` in place of tensors and numbers. `count` is a counter of the numbers before it."""
     cls = type(arg)
     if isinstance(arg, torch.Tensor):
         if arg.is_cpu:
@@ -182,7 +183,7 @@ def template(arg: Any, name: int | str, operation: Deferrable, count: list[int])
 
 
 def filled(arg: Any, tensor_of: Callable[[Ref], torch.Tensor], numbers: list[Any]) -> Any:
-    """The argument that a template stands for."""
+    """The argument for a template: references are replaced by tensors and numbers."""
     cls = type(arg)
     if cls is Ref:
         return tensor_of(arg)
@@ -191,10 +192,10 @@ def filled(arg: Any, tensor_of: Callable[[Ref], torch.Tensor], numbers: list[Any
     return [filled(item, tensor_of, numbers) for item in arg] if cls is list else arg
 
 
-def repeated_number(found: Fresh) -> Any:
-    """The number that a buffer without memory repeats, as a numpy scalar."""
+def repeated_number(found: External) -> Any:
+    """The number that fills a buffer, as a numpy scalar. See `External.fill`."""
     assert found.fill is not None
     return np.frombuffer(found.fill, found.dtype)[0]
 
 
-__all__ = ["Describing", "Fresh", "Now", "Number", "Ref", "filled", "fresh", "on_device", "repeated_number", "template"]
+__all__ = ["KeyBuilder", "External", "NotDeferrable", "Number", "Ref", "filled", "external", "on_device", "repeated_number", "template"]

@@ -1,4 +1,4 @@
-"""What an operation does, learned once for all operations of the same description: what it returns, makes, writes and draws."""
+"""Effects of an operation: its results, new buffers, writes and random draws, found once per key by running it on shapes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.device._deferred import Deferrable
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, recording
-from spmd.program.lazy._described import Fresh, Ref
+from spmd.program.lazy._described import External, Ref
 from spmd.program.lazy._node import Node
-from spmd.program.lazy._replay import New, Replay, Same
+from spmd.program.lazy._replay import Argument, New, Replay
 from spmd.program.trace._buffer_use import TraceRecorder
 
 
 @dataclass
 class Root:
-    """A buffer of a recording: what is known of it without its value."""
+    """The shape, dtype and sharding of a buffer in a recording."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -31,13 +31,13 @@ class Root:
 
 @dataclass
 class Effect:
-    """What one operation does.
+    """The effects of one operation.
 
     Attributes:
-        result: what it returns, with `New`, `Same` and `Ref` in place of tensors.
-        made: the buffers it makes.
-        written: places of the buffers it writes.
-        draws: random keys that it takes.
+        result: its result, with `New`, `Argument` and `Ref` in place of tensors.
+        made: the buffers that it creates.
+        written: places of the buffers that it writes.
+        draws: number of random keys that it draws.
     """
 
     result: Any
@@ -46,26 +46,27 @@ class Effect:
     draws: int
 
     def at(self, places: Sequence[int]) -> Effect:
-        """The same effect where the operation's buffers have these places."""
+        """The same effect for other buffers: place i becomes `places[i]`."""
         return Effect(_moved(self.result, places), self.made, [places[i] for i in self.written], self.draws)
 
 
 class Effects:
-    """What is known of operations, by what they depend on."""
+    """A cache of effects, by key."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Effect | None] = {}
 
-    def of(self, node: Node, roots: Sequence[Root | Fresh], numbers: list[Any], platform: str) -> Effect | None:
-        """The effect of the operation at a node; None if it cannot run later: it needs values, or is refused.
+    def of(self, node: Node, roots: Sequence[Root | External], numbers: list[Any], platform: str) -> Effect | None:
+        """The effect of the operation at a node. None if it cannot be deferred, because it needs values or raises.
 
         Args:
-            roots: the recording's buffers, by place.
-            numbers: the operation's numbers.
+            roots: the buffers of the recording, by place.
+            numbers: the Python numbers of the operation.
+            platform: platform of the program that it will be part of.
         """
         places: dict[int, int] = {}
         key: list[Any] = []
-        for part in node.key[: len(node.key) - len(node.taken)]:
+        for part in node.key[: len(node.key) - len(node.inputs)]:
             if type(part) is tuple and len(part) == 5 and type(part[0]) is int and isinstance(part[1], torch.Size):
                 part = (places.setdefault(part[0], len(places)), *part[1:])
             key.append(part)
@@ -77,7 +78,7 @@ class Effects:
             kwargs = {name: _moved(arg, places) for name, arg in node.kwargs.items()}
             try:
                 self._known[known] = effect_of(node.operation, args, kwargs, numbers, used, platform)
-            except Exception:  # run now, it raises what is to be raised, or does what no program can
+            except Exception:  # the operation then runs eagerly, and either raises its own error or succeeds
                 self._known[known] = None
         effect = self._known[known]
         return None if effect is None else effect.at(list(places))
@@ -86,11 +87,14 @@ class Effects:
 def effect_of(
     operation: Deferrable, args: Sequence[Any], kwargs: dict[str, Any], numbers: list[Any], roots: list[Root], platform: str
 ) -> Effect:
-    """Run the kernel on shapes alone. Raises what the kernel raises.
+    """Run the kernel on shapes (`jax.eval_shape`). Exceptions of the kernel propagate.
 
     Args:
-        args, kwargs: templates whose places are positions in `roots`.
-        platform: that of the program it will be part of.
+        args, kwargs: templates whose places are indices into `roots`.
+        platform: platform of the program that the operation will be part of.
+
+    Raises:
+        TypeError: the kernel returns a CPU tensor or resizes an argument.
     """
     found: list[Effect] = []
 
@@ -107,7 +111,7 @@ def effect_of(
             recording.reset(token)
             draws, default_stream.draws = default_stream.draws - start, start
         if any(buffer.shape != roots[place].shape for buffer, place in before.items()) or replay.has_resized():
-            raise TypeError("the operation gives an argument another shape")
+            raise TypeError("the operation resizes an argument")
         made: dict[Buffer, int] = {}
         shown = _described(result, given, before, made)
         new = [Root(b.shape, b.dtype, b.annotation) for b in made]
@@ -120,24 +124,24 @@ def effect_of(
     return found[0]
 
 
-def traced_buffer(value: Any, root: Root | Fresh) -> Buffer:
-    """A buffer that holds a traced value, as a program's input or a constant of it."""
+def traced_buffer(value: Any, root: Root | External) -> Buffer:
+    """A buffer with a traced value, for an input or a constant of a program."""
     return Buffer(value, root.shape, annotation=root.annotation)
 
 
-def stored_shape(root: Root | Fresh) -> tuple[int, ...]:
-    """Shape of the array that holds a buffer: uneven dims are padded."""
+def stored_shape(root: Root | External) -> tuple[int, ...]:
+    """Shape of a buffer's array, in which uneven dims are padded."""
     return root.shape if root.annotation is None else tuple(root.annotation.padded_shape(root.shape))
 
 
 def _described(result: Any, given: list[torch.Tensor], before: dict[Buffer, int], made: dict[Buffer, int]) -> Any:
-    """`result` with descriptions in place of its tensors; new buffers are added to `made`."""
+    """`result` with `New`, `Argument` and `Ref` in place of tensors. New buffers are added to `made`."""
     if isinstance(result, torch.Tensor):
         for i, tensor in enumerate(given):
             if tensor is result:
-                return Same(i)
+                return Argument(i)
         if result.is_cpu:
-            raise TypeError("a kernel that runs later returned a CPU tensor")
+            raise TypeError("a deferred kernel returned a CPU tensor")
         buffer = buffer_of(result)
         shown = tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype
         if buffer in before:
@@ -150,10 +154,10 @@ def _described(result: Any, given: list[torch.Tensor], before: dict[Buffer, int]
 
 
 def _moved(result: Any, places: Any) -> Any:
-    """`result` with other places: `places[place]`."""
+    """`result` with place p of each `Ref` replaced by `places[p]`."""
     if type(result) is Ref:
         return result._replace(place=places[result.place])
-    if isinstance(result, New | Same):
+    if isinstance(result, New | Argument):
         return result
     if isinstance(result, tuple | list):
         items = [_moved(item, places) for item in result]

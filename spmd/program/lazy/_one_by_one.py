@@ -1,4 +1,4 @@
-"""What waits, run operation by operation as eager code does: where no program can be made of it, so that its error is eager's own."""
+"""Runs a recording operation by operation if it cannot be compiled, so that an error is the one that eager execution would raise."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from spmd.program.lazy._replay import Replay
 
 
 def run_one_by_one(recorded: Recording) -> None:
-    """Give every waiting buffer its value. An operation that fails raises; what came before it has its value then.
+    """Compute the value of every pending buffer.
 
     Raises:
-        Exception: that of the first operation that fails; what was to be computed from there on says so when it is read.
+        Exception: the exception of the first operation that fails. Earlier operations have taken effect. Reading a result of a later
+            operation raises an error that names the failed operation.
     """
     replay = Replay()
-    taken = {t.place: t for t in recorded.taken}
+    inputs = {one.place: one for one in recorded.inputs}
     end, streams, has_drawn = default_stream.get_state(), iter(recorded.words), False
     why = ""
     try:
         for node in recorded.node.path():
-            for place, found in node.taken:
+            for place, found in node.inputs:
                 if found.fill is None:
-                    value, host = taken[place].value, taken[place].host
+                    value, host = inputs[place].value, inputs[place].host
                     buffer = Buffer(value, found.shape, host, found.annotation)
                 else:
                     with exact_dtypes():
@@ -40,7 +41,7 @@ def run_one_by_one(recorded: Recording) -> None:
                 if not has_drawn or node.sets_stream:
                     default_stream.set_words(next(streams))
                 has_drawn = True
-            why = f"{node.operation.name} failed" + (f", called at {node.line}" if node.line else "")
+            why = node.operation.name + (f", called at {node.line}" if node.line else "")
             result, _ = replay.run(node.operation, node.args, node.kwargs, recorded.numbers[node.first_number :])
             bind(replay, node.effect.result, result, node.first_made)
         why = ""
@@ -50,7 +51,7 @@ def run_one_by_one(recorded: Recording) -> None:
 
 
 def _give(recorded: Recording, replay: Replay, why: str) -> None:
-    """The values that there are, to those who wait for them; the others are told why there is none."""
+    """Store the computed values in the pending buffers. The others are marked as dropped for the reason `why`."""
     for place, ref in enumerate(recorded.buffers):
         buffer = ref()
         if buffer is None or buffer.queue is not recorded or not buffer.is_waiting:
@@ -60,7 +61,7 @@ def _give(recorded: Recording, replay: Replay, why: str) -> None:
             source = replay.buffer(place)
             buffer.value, buffer.host = source.value, source.host
         else:
-            buffer.dropped = f"this tensor was not computed: {why}, an operation before it"
+            buffer.dropped = f"this tensor was not computed, because an earlier operation failed: {why}"
 
 
 __all__ = ["run_one_by_one"]

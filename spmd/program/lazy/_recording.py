@@ -1,14 +1,15 @@
-"""The operations since the last step boundary. Nothing of them has run; their results are tensors that wait.
+"""A recording: the operations since the last step boundary. None of them has run; their results are pending tensors.
 
 Note [Recordings]
-An operation on device tensors is not run but described: the kernel, the arguments that are no tensors, and of each tensor which of
-the recording's buffers it shows through which window. If the operation that came next the last time has the same description, its
-result is known, tensors of these shapes on new buffers, and that is all. Else the kernel is run on shapes alone, once for each
-description. Whoever reads a value, and a step boundary, runs all that waits as one program: the one that was made for the same path
-through the tree of operations (`_node`), if the buffers that are still alive are among those that it gives.
-Buffers from before the recording are taken by their arrays, which nobody changes: a write puts another array in the buffer.
-A Python number among the arguments is a constant of the first program, and an input of the next if it has changed; the numbers of
-in-place operations, which are updates of optimizers as a rule, are inputs at once.
+An operation on device tensors is not run but described by a key: the kernel, the arguments that are not tensors and, for each tensor,
+the index of its buffer in the recording and its view of that buffer. If an operation with the same key followed at this point before, its
+result is known: pending tensors of known shapes on new buffers. Otherwise the kernel runs on shapes alone, once per key.
+A step boundary or the read of a value runs all pending operations as one program. A program that was compiled for the same path through
+the tree of operations (`_node`) is used again if it returns all buffers that are still alive.
+For a buffer from before the recording, the program takes the array that it had at its first use. Arrays are immutable: a write
+replaces the array of the buffer.
+A Python number among the arguments is a constant of the first program. If it changes, it is an input of the next program. Numbers of
+in-place operations, which are mostly optimizer updates, are inputs from the start.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from spmd.base._errors import user_line
 from spmd.device._deferred import Deferrable
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer
-from spmd.program.lazy._described import Describing, Fresh, Now, Ref, fresh, on_device, template
+from spmd.program.lazy._described import External, KeyBuilder, NotDeferrable, Ref, external, on_device, template
 from spmd.program.lazy._effect import Effect, Root
 from spmd.program.lazy._node import Node
-from spmd.program.lazy._replay import New, Same, tensor_over, window
+from spmd.program.lazy._replay import Argument, New, tensor_over, window
 
 if TYPE_CHECKING:
     from spmd.program.lazy._session import Lazy
 
 
-class Taken:
-    """A buffer from before the recording: the array or host values that it had at its first use."""
+class Input:
+    """The array or host value that a buffer from before the recording had at its first use."""
 
     __slots__ = ("host", "place", "value")
 
@@ -44,33 +45,41 @@ class Taken:
 
 
 class Recording:
-    """One sequence of operations that wait.
+    """A sequence of pending operations.
 
     Attributes:
-        node: the last operation, in the tree of all that came.
-        buffers: every buffer that the operations use, by place.
-        taken: those that had a value before.
-        numbers: Python numbers of the operations, in order.
-        layouts: where buffers were marked to lie meanwhile, by place.
-        words: the random state before the first draw, and at each draw before which somebody set it anew.
-        draws: random keys taken in all.
+        node: the last operation, in the tree of all recorded operations.
+        buffers: every buffer that the operations use. The index of a buffer is its place.
+        roots: the description of each buffer.
+        inputs: the values of buffers from before the recording.
+        numbers: the Python numbers of the operations, in order.
+        layouts: shardings that were given to buffers during the recording, by place.
+        words: the random state at the first draw, and at each draw after the user set the state.
+        draws: total number of random keys drawn.
     """
 
     def __init__(self, session: Lazy) -> None:
         self.session = session
         self.node = session.root
         self.buffers: list[weakref.ref[Buffer]] = []
-        self.roots: list[Fresh | Root] = []
-        self.taken: list[Taken] = []
+        self.roots: list[External | Root] = []
+        self.inputs: list[Input] = []
         self.numbers: list[int | float] = []
         self.layouts: dict[int, ShardingSpec] = {}
         self.words: list[np.ndarray[Any, Any]] = []
         self.draws = 0
         self._stream: tuple[int, int] | None = None  # seed and count where the last draw left them
-        self._new: list[tuple[Buffer, Fresh]] = []
+        self._new: list[tuple[Buffer, External]] = []
 
     def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operation returns, its tensors waiting. Raises Now if it cannot wait."""
+        """Record an operation.
+
+        Returns:
+            Its result, whose tensors are pending.
+
+        Raises:
+            NotDeferrable: the operation must run now.
+        """
         try:
             described = self._described(operation, args, kwargs)
             if described.has_host:
@@ -86,7 +95,7 @@ class Recording:
             if child is None and key not in self.node.children:
                 child = self._added(operation, key, args, kwargs, described.numbers)
             if child is None:
-                raise Now
+                raise NotDeferrable
         except BaseException:
             self._forget_new()
             raise
@@ -101,8 +110,8 @@ class Recording:
         self.node = child
         return self._result(effect, args, kwargs)
 
-    def _described(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Describing:
-        described = Describing(operation, self._place_of)
+    def _described(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeyBuilder:
+        described = KeyBuilder(operation, self._place_of)
         add = described.add
         for i, arg in enumerate(args):
             add(i, arg)
@@ -114,13 +123,13 @@ class Recording:
         return described
 
     def _place_of(self, buffer: Buffer) -> int:
-        """Which of the buffers this is; one that comes from before the recording is noted."""
+        """The index of a buffer in the recording. A buffer from before the recording is added."""
         if buffer.queue is not self:
-            if buffer.is_waiting:  # for another recording
+            if buffer.is_waiting:  # pending in another recording: `raw` runs it
                 buffer.raw()
             buffer.place_in_queue = len(self.buffers) + len(self._new)
             buffer.queue = self
-            self._new.append((buffer, fresh(buffer)))
+            self._new.append((buffer, external(buffer)))
         return buffer.place_in_queue
 
     def _forget_new(self) -> None:
@@ -133,19 +142,19 @@ class Recording:
             self.buffers.append(weakref.ref(buffer))
             self.roots.append(found)
             if found.fill is None:
-                self.taken.append(Taken(buffer.place_in_queue, buffer))
+                self.inputs.append(Input(buffer.place_in_queue, buffer))
         self._new.clear()
 
     def _added(self, operation: Deferrable, key: tuple[Any, ...], args: Any, kwargs: Any, numbers: list[int | float]) -> Node | None:
-        """A node for an operation that did not come here before; None if it cannot wait."""
-        self.session.note_parting(self.node, operation, key)
+        """A new node for an operation that did not follow at this point before. None if it cannot be deferred."""
+        self.session.note_divergence(self.node, operation, key)
         count = [0]
         node = Node(self.node, key)
         node.operation = operation
         node.args = [template(arg, i, operation, count) for i, arg in enumerate(args)]
         node.kwargs = {name: template(arg, name, operation, count) for name, arg in kwargs.items()}
         node.first_number, node.first_made = len(self.numbers), len(self.buffers) + len(self._new)
-        node.taken = [(b.place_in_queue, found) for b, found in self._new]
+        node.inputs = [(b.place_in_queue, found) for b, found in self._new]
         node.numbers = numbers
         node.line = user_line()
         node.sets_stream = "another random state" in key
@@ -166,29 +175,29 @@ class Recording:
         self._stream = (default_stream.seed, default_stream.draws)
 
     def forget(self) -> None:
-        """Hold nothing of what ran."""
+        """Release the buffers and arrays after the recording has run."""
         for ref in self.buffers:
             buffer = ref()
             if buffer is not None and buffer.queue is self:
                 buffer.queue = None
-        self.buffers, self.taken, self.roots = [], [], []
+        self.buffers, self.inputs, self.roots = [], [], []
 
     def _result(self, effect: Effect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for place in effect.written:
             buffer = self.buffers[place]()
-            assert buffer is not None, "an argument holds it"
+            assert buffer is not None, "an argument of the operation keeps it alive"
             buffer.value = buffer.host = buffer.digest = None
             buffer.reads.clear()
         made = effect.made
         if not made:
             return self._shown(effect.result, (), args, kwargs)
-        if len(made) == 1 and type(effect.result) is New:  # nearly all
+        if len(made) == 1 and type(effect.result) is New:  # fast path for nearly all operations
             return window(self._waiting(made[0]), effect.result)
         bases = [self._waiting(root) for root in made]
         return self._shown(effect.result, bases, args, kwargs)
 
     def _waiting(self, root: Root) -> torch.Tensor:
-        """A tensor on a new buffer that waits."""
+        """A pending tensor on a new buffer."""
         buffer = Buffer(None, root.shape, annotation=root.annotation)
         buffer.queue, buffer.place_in_queue = self, len(self.buffers)
         self.buffers.append(weakref.ref(buffer))
@@ -199,7 +208,7 @@ class Recording:
         cls = type(result)
         if cls is New:
             return window(bases[result.made], result)
-        if cls is Same:
+        if cls is Argument:
             return _tensors(args, kwargs)[result.given]
         if cls is Ref:
             owner = next(t for t in _tensors(args, kwargs) if t.untyped_storage().spmd_buffer.place_in_queue == result.place)  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,18 +220,18 @@ class Recording:
         return result
 
     def annotate(self, buffer: Buffer, spec: Any) -> None:
-        """Lay out the value that a waiting buffer will have."""
+        """Constrain the sharding of the value that a pending buffer will have."""
         self.session.annotate(self, buffer, spec)
 
     def leave(self, buffer: Buffer) -> None:
-        """Nothing: the operations that were recorded may read the buffer's present value."""
+        """Do nothing, because recorded operations may read the buffer's present value."""
 
     def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
-        """The element type that a waiting buffer will have."""
+        """The dtype that the value of a pending buffer will have."""
         return self.roots[buffer.place_in_queue].dtype
 
     def run(self) -> None:
-        """Run what waits."""
+        """Run the pending operations."""
         self.session.run(self)
 
 
@@ -238,4 +247,4 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-__all__ = ["Recording", "Taken"]
+__all__ = ["Recording", "Input"]

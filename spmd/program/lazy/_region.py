@@ -1,4 +1,4 @@
-"""The program of one recording: buffers from before it in, those that are still alive out, what is written donated."""
+"""The program of a recording. It takes buffers from before the recording and returns those still alive; written buffers are donated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spmd.program._job_checks import require_sound, watched
 from spmd.program.lazy._described import repeated_number
 from spmd.program.lazy._effect import stored_shape, traced_buffer
 from spmd.program.lazy._node import Node
-from spmd.program.lazy._recording import Recording, Taken
+from spmd.program.lazy._recording import Input, Recording
 from spmd.program.lazy._replay import New, Replay
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
@@ -40,19 +40,27 @@ _LARGEST_EXACT = 2**53
 
 
 class Region(Executable):
-    """One executable for the operations on the path to a node.
+    """An executable for the operations on the path to a node.
 
     Attributes:
-        gives: places of the buffers whose values it returns, in order.
+        outputs: places of the buffers whose values it returns, in order.
+        donated: the outputs whose old arrays are donated; they come first.
         varying: positions of the Python numbers that are its inputs.
-        checks: checks of values that it makes; their flags are its last result.
+        literals: (position, exact value) of the Python numbers that are constants of it.
+        checks: its checks of values. Their flags are its last result.
     """
 
-    def __init__(self, recorded: Recording, gives: Sequence[int], varying: frozenset[int], platform: str) -> None:
-        """Compile for a recording that is about to run.
+    def __init__(self, recorded: Recording, outputs: Sequence[int], varying: frozenset[int], platform: str) -> None:
+        """Compile the program of a recording.
+
+        Args:
+            recorded: the recording, which has not run yet.
+            outputs: places of the buffers whose values are needed.
+            varying: positions of the Python numbers that are inputs.
+            platform: platform of the program if no tensor is on a mesh.
 
         Raises:
-            SpmdError: its tensors lie on meshes of different devices.
+            SpmdError: its tensors are on meshes with different devices.
         """
         self.node = recorded.node
         self.varying = sorted(i for i in varying if abs(recorded.numbers[i]) <= _LARGEST_EXACT)
@@ -63,27 +71,27 @@ class Region(Executable):
         self.checks: list[Check] = []
         self.watched = watched()
         written = _written(self.node)
-        taken = {t.place: i for i, t in enumerate(recorded.taken)}
+        input_at = {one.place: i for i, one in enumerate(recorded.inputs)}
         roots = recorded.roots
-        # State first, as in every program: jax gives donated memory to the first result that fits it. 0-dim state is not donated.
-        self.donated = [p for p in gives if p in taken and p in written and roots[p].shape]
-        self.gives = [*self.donated, *(p for p in gives if p not in set(self.donated))]
-        self._donated = [taken[p] for p in self.donated]
-        self._kept = [i for i in range(len(recorded.taken)) if i not in set(self._donated)]
-        self.shardings: list[Any] = [None] * len(recorded.taken)
+        # State first, as in every program: jax assigns donated memory to the first result that fits it. 0-dim state is not donated.
+        self.donated = [p for p in outputs if p in input_at and p in written and roots[p].shape]
+        self.outputs = [*self.donated, *(p for p in outputs if p not in set(self.donated))]
+        self._donated = [input_at[p] for p in self.donated]
+        self._kept = [i for i in range(len(recorded.inputs)) if i not in set(self._donated)]
+        self.shardings: list[Any] = [None] * len(recorded.inputs)
         self._compile(recorded)
 
     @property
     def title(self) -> str:
-        """Its operations, and on what it runs."""
+        """A name for messages: the number of operations, the user's line of the last one, and the mesh."""
         where = f" up to {self.node.line}" if self.node.line else ""
-        return f"{self.node.count} operation{'' if self.node.count == 1 else 's'} that waited{where}{target_text(self.mesh)}"
+        return f"{self.node.count} recorded operation{'' if self.node.count == 1 else 's'}{where}{target_text(self.mesh)}"
 
     def note_lowered(self, program: Any) -> None:
-        """What is about to be compiled; for who wants to see it."""
+        """Called with the lowered program before it is compiled. Does nothing here; a subclass may read the program."""
 
     def holds(self, numbers: list[int | float]) -> bool:
-        """Whether its constants are today's numbers."""
+        """Whether the numbers that are constants of the program have the same values in `numbers`."""
         return all(exactly(numbers[i]) == value for i, value in self.literals)
 
     def _compile(self, recorded: Recording) -> None:
@@ -105,8 +113,8 @@ class Region(Executable):
 
             pinned = None
             if self.mesh is not None:
-                taken = {t.place: i for i, t in enumerate(recorded.taken)}
-                pinned = [self._result_sharding(recorded, p, taken.get(p)) for p in self.gives]
+                input_at = {one.place: i for i, one in enumerate(recorded.inputs)}
+                pinned = [self._result_sharding(recorded, p, input_at.get(p)) for p in self.outputs]
                 pinned.extend([None] * bool(self.checks))
             args = ([values[i] for i in self._donated], [values[i] for i in kept], *self._rest(vector, words))
             assert len(args[0]) == num_donated
@@ -122,7 +130,7 @@ class Region(Executable):
                 require_sound(self.hlo())
 
     def _trace(self, recorded: Recording, values: list[Any], vector: Any, words: Any) -> list[Any]:
-        """Called by jax: the recorded operations on tracers."""
+        """Run the recorded operations on tracers. Called by `jax.make_jaxpr`."""
         replay, start = Replay(), default_stream.draws
         streams = iter([words[i] for i in range(words.shape[0])])
         recorder = TraceRecorder(next(streams), {}, start, {}, platform=self.platform)
@@ -131,11 +139,11 @@ class Region(Executable):
         numbers: list[Any] = [
             lifted(vector[position[i]], integral=type(n) is int) if i in position else n for i, n in enumerate(recorded.numbers)
         ]
-        arrays = {t.place: value for t, value in zip(recorded.taken, values, strict=True)}
+        arrays = {t.place: value for t, value in zip(recorded.inputs, values, strict=True)}
         token = recording.set(recorder)
         try:
             for node in self.node.path():
-                for place, found in node.taken:
+                for place, found in node.inputs:
                     value = jnp.full(stored_shape(found), repeated_number(found)) if found.fill is not None else arrays[place]
                     replay.put(place, traced_buffer(value, found), to_torch_dtype(found.dtype))
                 if node.effect.draws:
@@ -147,16 +155,17 @@ class Region(Executable):
                 bind(replay, node.effect.result, result, node.first_made)
             self.checks = [check for check, _ in recorder.checks]
             flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
-            return [*(replay.buffer(place).raw() for place in self.gives), *flags]
+            return [*(replay.buffer(place).raw() for place in self.outputs), *flags]
         finally:
             recording.reset(token)
             default_stream.draws = start
 
-    def _result_sharding(self, recorded: Recording, place: int, taken: int | None) -> Any:
+    def _result_sharding(self, recorded: Recording, place: int, index: int | None) -> Any:
+        """The sharding of an output, or None where XLA chooses. `index` is its index among the inputs, if it is one."""
         if place in recorded.layouts:
             return recorded.layouts[place].to_jax()
-        if taken is not None:
-            return self.shardings[taken]
+        if index is not None:
+            return self.shardings[index]
         annotation = recorded.roots[place].annotation
         return None if annotation is None else annotation.to_jax()
 
@@ -164,22 +173,22 @@ class Region(Executable):
         return on_all_devices(vector, self.replicated), on_all_devices(words, self.replicated)
 
     def _values(self, recorded: Recording) -> list[Any]:
-        """The arrays of the buffers from before the recording, laid out as the program expects them."""
-        return [self._value(recorded, t, sharding) for t, sharding in zip(recorded.taken, self.shardings, strict=True)]
+        """The arrays of the buffers from before the recording, with the shardings that the program expects."""
+        return [self._value(recorded, one, sharding) for one, sharding in zip(recorded.inputs, self.shardings, strict=True)]
 
-    def _value(self, recorded: Recording, taken: Taken, sharding: Any) -> Any:
-        value, root = taken.value, recorded.roots[taken.place]
+    def _value(self, recorded: Recording, given: Input, sharding: Any) -> Any:
+        value, root = given.value, recorded.roots[given.place]
         if value is not None and sharding is not None and value.sharding is sharding:
             return value
         annotation = root.annotation
         wanted = sharding if sharding is not None else self.replicated if annotation is None else annotation.to_jax()
-        buffer = recorded.buffers[taken.place]()
+        buffer = recorded.buffers[given.place]()
         is_current = buffer is not None and buffer.queue is recorded and not buffer.is_waiting
         if value is None:
             if not is_current or buffer is None:
-                assert taken.host is not None
-                return upload(taken.host, wanted)
-            buffer.place(wanted)  # whoever reads it next finds it there
+                assert given.host is not None
+                return upload(given.host, wanted)
+            buffer.place(wanted)  # kept in the buffer, so that it is uploaded only once
             return buffer.value
         if sharding is None and annotation is None and (self.mesh is None or lies_on(value, self.mesh)):
             return value
@@ -191,7 +200,7 @@ class Region(Executable):
         return value
 
     def __call__(self, recorded: Recording) -> list[Any]:
-        """Run on the recording's buffers; the values of those that it gives."""
+        """Run on the inputs of a recording. Returns the values of `outputs`."""
         _counters.count("programs")
         values = self._values(recorded)
         vector = np.array([recorded.numbers[i] for i in self.varying], np.float64)
@@ -210,20 +219,20 @@ class Region(Executable):
             note(results[-1], self.checks)
         if self.watched is not None:
             self.watched.end()
-        return results[: len(self.gives)]
+        return results[: len(self.outputs)]
 
 
 def mesh_of(recorded: Recording) -> Mesh | None:
-    """The one mesh that the recording's buffers were marked over.
+    """The mesh that the buffers of a recording are marked over; None if none is marked.
 
     Raises:
-        SpmdError: there are several, of different devices.
+        SpmdError: they are marked over meshes with different devices.
     """
     return common_mesh([*(root.annotation for root in recorded.roots), *recorded.layouts.values()])
 
 
 def _words(recorded: Recording) -> np.ndarray[Any, Any]:
-    """The random states that the draws begin with: uint32[states, 4]."""
+    """The random states at which draws begin: uint32[states, 4]."""
     return np.stack(recorded.words or [default_stream.words()])
 
 
@@ -232,7 +241,13 @@ def _written(node: Node) -> set[int]:
 
 
 def bind(replay: Replay, shown: Any, result: Any, first: int) -> None:
-    """Tell the replay which tensors show the buffers that an operation made."""
+    """Bind the buffers that an operation created to their places in a replay.
+
+    Args:
+        shown: the result of the operation, as in `Effect.result`.
+        result: its result in the replay.
+        first: the place of the first buffer that it creates.
+    """
     if type(shown) is New:
         replay.bind(first + shown.made, result)
     elif isinstance(shown, list | tuple) and isinstance(result, list | tuple):

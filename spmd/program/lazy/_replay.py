@@ -1,4 +1,4 @@
-"""Recorded operations, run again on buffers of their own: abstractly, to learn what they return; while jax traces, to make a program."""
+"""Runs recorded operations on other buffers: with abstract values to find their results, and with tracers to make a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _set_window = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class New(NamedTuple):
-    """A tensor that an operation makes: on which of its new buffers, and the window on it."""
+    """A new tensor of an operation: `made` is the index among the buffers that it creates; the rest is the view of that buffer."""
 
     made: int
     size: tuple[int, ...]
@@ -24,21 +24,21 @@ class New(NamedTuple):
     dtype: torch.dtype
 
 
-class Same(NamedTuple):
-    """A tensor among the operation's arguments, itself."""
+class Argument(NamedTuple):
+    """A result that is an argument of the operation itself; `given` is its index among the tensor arguments."""
 
     given: int
 
 
 def tensor_over(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
-    """A new device tensor that shows the whole root of a buffer."""
+    """A new device tensor that views a whole buffer."""
     tensor = create_empty_tensor(buffer.shape, dtype)
     tensor.untyped_storage().spmd_buffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 
 def window(base: torch.Tensor, ref: Ref | New) -> torch.Tensor:
-    """The tensor that a reference describes, on the storage of `base`."""
+    """The view that a reference describes, on the storage of `base`."""
     if ref.dtype == base.dtype:
         if ref.size == base.shape and ref.offset == 0 and ref.stride == contiguous_stride(ref.size):
             return base
@@ -48,18 +48,18 @@ def window(base: torch.Tensor, ref: Ref | New) -> torch.Tensor:
 
 
 class Replay:
-    """Buffers by place, and operations run on them."""
+    """A buffer for each place, and operations that run on these buffers."""
 
     def __init__(self) -> None:
         self._bases: dict[int, torch.Tensor] = {}
         self._given: list[tuple[torch.Tensor, Ref]] = []
 
     def put(self, place: int, buffer: Buffer, dtype: torch.dtype) -> None:
-        """The buffer at a place, whose root has this dtype."""
+        """Set the buffer at a place. `dtype` is the torch dtype of the whole buffer."""
         self._bases[place] = tensor_over(buffer, dtype)
 
     def bind(self, place: int, tensor: torch.Tensor) -> None:
-        """A tensor that an operation made shows the buffer at a place."""
+        """Set the buffer at a place to that of `tensor`, a result of an operation."""
         self._bases[place] = _base_of(tensor)
 
     def has(self, place: int) -> bool:
@@ -69,7 +69,15 @@ class Replay:
         return buffer_of(self._bases[place])
 
     def run(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], numbers: list[Any]) -> tuple[Any, list[torch.Tensor]]:
-        """What the kernel returns for the arguments that templates stand for, and the tensors among them in order."""
+        """Run the kernel of an operation.
+
+        Args:
+            args, kwargs: templates of its arguments.
+            numbers: its Python numbers.
+
+        Returns:
+            (result of the kernel, tensor arguments in order).
+        """
         given: list[torch.Tensor] = []
 
         def tensor_of(ref: Ref) -> torch.Tensor:
@@ -85,16 +93,16 @@ class Replay:
             return operation.kernel(*filled_args, **filled_kwargs), given
 
     def has_resized(self) -> bool:
-        """Whether the last operation gave one of its arguments other sizes."""
+        """Whether the last operation changed the size or strides of an argument."""
         return any(tuple(t.shape) != ref.size or t.stride() != ref.stride for t, ref in self._given)
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shows the whole root under `tensor`, which an operation has just made."""
+    """A tensor that views the whole buffer of `tensor`, a new result of an operation."""
     buffer = buffer_of(tensor)
     if tensor.shape == buffer.shape and tensor.is_contiguous() and tensor.storage_offset() == 0:
         return tensor
     return strided_alias(tensor, buffer.shape, contiguous_stride(buffer.shape), 0)
 
 
-__all__ = ["New", "Replay", "Same", "tensor_over", "window"]
+__all__ = ["New", "Replay", "Argument", "tensor_over", "window"]

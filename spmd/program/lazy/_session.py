@@ -1,12 +1,12 @@
-"""`spmd.lazy()`: what an unedited loop does between two step boundaries runs as one program.
+"""`spmd.lazy()`: runs the operations of an unmodified training loop between two step boundaries as one program.
 
 with spmd.lazy() as lazy:
     for x, y in loader:
         optimizer.zero_grad()
         loss = loss_fn(model(x), y)
         loss.backward()
-        optimizer.step()              # a step ends: what was recorded runs
-    print(loss.item())                # so it does when a value is read
+        optimizer.step()              # the step ends: the recorded operations run
+    print(loss.item())                # reading a value also runs them
 lazy.num_executables                  # 2: the first step creates the optimizer's state
 """
 
@@ -32,7 +32,7 @@ from spmd.device._storage import Buffer, buffer_of, recording
 from spmd.device._trace_lock import trace_lock
 from spmd.program._job_checks import compiling
 from spmd.program.flow._remat import barrier_on_recompute
-from spmd.program.lazy._described import Now
+from spmd.program.lazy._described import NotDeferrable
 from spmd.program.lazy._effect import Effects
 from spmd.program.lazy._node import Node, difference
 from spmd.program.lazy._one_by_one import run_one_by_one
@@ -43,7 +43,7 @@ from spmd.program.reuse._program_cache import FORGET_EVERY
 from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.xla._target import platform_of
 
-_MAX_NODES = 100_000  # some 100 MB
+_MAX_NODES = 100_000  # about 100 MB
 _MAX_OPERATIONS = 50_000
 
 
@@ -69,7 +69,7 @@ class Lazy:
         self._recording = Recording(self)
         self._regions: deque[Region] = deque()
         self._latest: Region | None = None
-        self._parted: str | None = None
+        self._divergence: str | None = None
         self._is_warned = False
         self._num_dropped = 0
         self._hook: Any = None
@@ -85,10 +85,10 @@ class Lazy:
         self.stop()
 
     def start(self) -> None:
-        """Start recording this thread's operations; an optimizer's `step()` is not a boundary.
+        """Start recording this thread's operations. Unlike under `with`, an optimizer's `step()` does not end a step.
 
         Raises:
-            SpmdError: they are already recorded.
+            SpmdError: the thread's operations are already recorded.
         """
         if deferring.get() is not None:
             raise SpmdError(message("spmd.lazy() is already active", "it cannot be nested", fix="remove the inner spmd.lazy()"))
@@ -103,12 +103,16 @@ class Lazy:
 
     @property
     def num_executables(self) -> int:
-        """How many programs are kept."""
+        """Number of cached programs."""
         return len(self._regions)
 
     @property
     def program(self) -> Region:
-        """The program that ran last: its `hlo()`, `collectives()`, `memory()` and `flops()` can be read."""
+        """The program that ran last, with methods `hlo()`, `collectives()`, `memory()` and `flops()`.
+
+        Raises:
+            SpmdError: no program has run.
+        """
         if self._latest is None:
             raise SpmdError(message("nothing has run yet", fix="end a step first: spmd.sync()"))
         return self._latest
@@ -122,14 +126,14 @@ class Lazy:
         return "\n".join(lines)
 
     def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation; one that cannot be deferred runs now."""
+        """Record an operation, or run it now if it cannot be deferred."""
         if not is_tracing():
             with trace_lock:
                 recorded = self._recording
                 if recorded.node.count >= _MAX_OPERATIONS:
                     self.run(recorded)
                     recorded = self._recording
-                with suppress(Now):  # then it runs below, without holding up other threads
+                with suppress(NotDeferrable):  # it then runs below, where the lock is released
                     return recorded.call(operation, args, kwargs)
         return operation.kernel(*args, **kwargs)
 
@@ -147,17 +151,17 @@ class Lazy:
         _lay_out(tensor_over(buffer, to_torch_dtype(recorded.dtype_of(buffer))), held)
         recorded.layouts[buffer.place_in_queue] = spec
 
-    def note_parting(self, node: Node, operation: Deferrable, key: tuple[Any, ...]) -> None:
-        """An operation comes after a node that did not come there before."""
+    def note_divergence(self, node: Node, operation: Deferrable, key: tuple[Any, ...]) -> None:
+        """Record the reason why an operation has no node among the children of `node`."""
         if node.latest is not None:
-            self._parted = difference(node.latest, operation, key)
-        if self.num_nodes > _MAX_NODES:  # what differs every time is forgotten
+            self._divergence = difference(node.latest, operation, key)
+        if self.num_nodes > _MAX_NODES:  # steps that always differ would fill memory
             self.root, self.num_nodes, self.effects = Node(None, ()), 0, _EffectsOf()
 
     def run(self, recorded: Recording) -> None:
-        """Run what a recording holds."""
+        """Run the operations of a recording, and start a new one."""
         with trace_lock:
-            if recorded is not self._recording:  # it has run
+            if recorded is not self._recording:  # it has already run
                 return
             self._recording = Recording(self)
             if recorded.node.parent is None:
@@ -170,7 +174,7 @@ class Lazy:
                 self._run(recorded, alive)
             except BaseException:
                 if any(b is not None and b.queue is recorded and b.is_waiting for b in (ref() for ref in recorded.buffers)):
-                    self._recording = recorded  # interrupted: it still waits
+                    self._recording = recorded  # the run was interrupted, so its operations are still pending
                 raise
             finally:
                 deferring.reset(token)
@@ -185,7 +189,7 @@ class Lazy:
             run_one_by_one(recorded)
             self._warn_slow(error)
             return
-        for place, value in zip(region.gives, values, strict=True):
+        for place, value in zip(region.outputs, values, strict=True):
             buffer = recorded.buffers[place]()
             if buffer is not None and buffer.queue is recorded and buffer.is_waiting:
                 buffer.value = value
@@ -198,19 +202,19 @@ class Lazy:
             message(
                 "recorded operations could not be compiled as one program, and ran one at a time",
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                fix="call spmd.sync() before the operation at fault",
+                fix="call spmd.sync() before the operation that fails",
             ),
             stacklevel=6,
         )
 
     def _region(self, recorded: Recording, alive: set[int]) -> Region:
-        """The program for a recording, compiled if there is none."""
+        """The program for a recording: an existing one, or a new one."""
         regions = recorded.node.regions
         for region in regions:
-            if alive.issubset(region.gives) and region.holds(recorded.numbers):
+            if alive.issubset(region.outputs) and region.holds(recorded.numbers):
                 _counters.count("step_programs_found")
                 self._regions.remove(region)
-                self._regions.append(region)  # those that ran last are kept
+                self._regions.append(region)  # least recently used first
                 break
         else:
             varying = _varying(recorded)
@@ -224,13 +228,13 @@ class Lazy:
             self._note_program(region)
             regions.insert(0, region)
         self._latest = region
-        self._parted = None
+        self._divergence = None
         return region
 
     def _note_program(self, region: Region) -> None:
         if len(self._regions) >= 2:
             where = f" at {region.node.line}" if region.node.line else ""
-            self.retraces.append((self._parted or _same_path(region)) + where)
+            self.retraces.append((self._divergence or _same_path(region)) + where)
             log_retrace("a step under spmd.lazy()", self.retraces[-1], len(self.retraces), self._max_retraces)
             if len(self.retraces) == self._max_retraces:
                 warnings.warn(
@@ -251,13 +255,13 @@ class Lazy:
 
 
 def _same_path(region: Region) -> str:
-    """Why another program was needed for the same operations."""
+    """Why the same operations needed another program."""
     if not region.node.regions:
-        return f"a step ended after {region.node.operation.name}, where none had ended before"
+        return f"the recorded operations end with {region.node.operation.name} for the first time"
     before = region.node.regions[0]
-    if set(region.gives) <= set(before.gives):
+    if set(region.outputs) <= set(before.outputs):
         return "a Python number among the arguments changed"
-    return "tensors are still in use that were not when these operations ran before"
+    return "tensors are still in use that had been freed when these operations ran before"
 
 
 def _laid_out(tensor: torch.Tensor, spec: ByIdentity) -> torch.Tensor:
@@ -273,7 +277,7 @@ _lay_out = Deferrable("mark_sharding", _laid_out)
 
 
 def _varying(recorded: Recording) -> set[int]:
-    """Positions of the numbers that were others before, and of those of in-place operations, which are updates as a rule."""
+    """Positions of the numbers that are inputs: those that changed, and those of in-place operations, which are mostly updates."""
     found: set[int] = set()
     nodes = list(recorded.node.path())
     ends = [*(node.first_number for node in nodes[1:]), len(recorded.numbers)]
@@ -284,7 +288,7 @@ def _varying(recorded: Recording) -> set[int]:
 
 
 class _EffectsOf:
-    """Effects for the platform at hand."""
+    """Finds effects for the default platform, with deferring and recording disabled."""
 
     def __init__(self) -> None:
         self._effects = Effects()
@@ -302,8 +306,7 @@ def lazy(*, max_programs: int = 32, max_retraces: int = 8) -> Lazy:
     """A context manager under which operations on device 'jax' are recorded and run as one compiled program per step.
 
     Recorded operations run when a step ends (an optimizer's `step()`, `spmd.sync()`, the end of the context) and when a value is read. A
-    step that
-    repeats the previous one is not traced again: each operation is only compared with its counterpart in the previous step.
+    step that repeats the previous one is not traced again: each operation is only compared with its counterpart in the previous step.
     Values, in-place writes, views, random draws, gradients, exceptions and prints are those of eager execution.
 
     Args:
