@@ -70,7 +70,7 @@ class _TracedProgram(Program):
 
     def _compile(self, arg_buffers: Any, name: str, making: Making) -> Any:
         for buffer in (*self.written.buffers, *self.read.buffers, *arg_buffers) if not self.is_ahead else ():
-            self.devices.settle(buffer)
+            self.devices.place(buffer)
 
 
 class _Varying(NamedTuple):

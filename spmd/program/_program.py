@@ -46,7 +46,7 @@ from spmd.program.trace._captured import Captured
 from spmd.program.trace._output_tree import rebuilt
 from spmd.program.trace._results import Leaf, made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
-from spmd.program.xla._compilation import Compilation, Making, Order, Timings
+from spmd.program.xla._compilation import Compilation, CompileRequest, Making, Timings
 from spmd.program.xla._digest import NoDigest
 from spmd.program.xla._executable import Executable
 from spmd.program.xla._target import mesh_of
@@ -128,7 +128,7 @@ class Program(Executable):
         self.compilation = self._compile(arg_buffers, name, making)
         if not self.is_ahead:
             captured.let_go()
-            self._gradients.forget()
+            self._gradients.release()
         self._before, self._gathered, self._dispatched, self._after = self._steps()
 
     def _steps(self) -> tuple[Steps, ...]:
@@ -138,9 +138,9 @@ class Program(Executable):
         before: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (self.is_ahead, self._refuse_to_run),
             (known is not None and known.has_looks, self._look),
-            (captured.state.held, self._held.find),
-            (grads.takes, grads.take),
-            (grads.leaves, grads.look),
+            (captured.state.held, self._held.read),
+            (grads.has_inputs, grads.bind),
+            (grads.has_results, grads.compare),
             (self.rolled, self._gather),
         ]
         gathered: list[tuple[object, Callable[[ProgramCall], None]]] = [
@@ -154,12 +154,12 @@ class Program(Executable):
         ]
         after: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (captured.state.copies, self._copy_counters),
-            (self.arguments.written, self._leave_arguments),
+            (self.arguments.written, self._store_arguments),
             (known is not None and known.followed, self._note_followed),
             (captured.inputs.draws, self._advance),
-            (grads.takes, grads.forget),
-            (grads.leaves, grads.leave),
-            (grads.flags, grads.leave_flags),
+            (grads.has_inputs, grads.release),
+            (grads.has_results, grads.store),
+            (grads.flags, grads.store_flags),
             (self.watched, self._end_watched),
         ]
         return tuple(tuple(step for needed, step in steps if needed) for steps in (before, gathered, dispatched, after))
@@ -184,7 +184,7 @@ class Program(Executable):
             if self.rolled is not None:
                 self.rolled.gather()
             for buffer in (*self.written.buffers, *self.read.buffers, *arg_buffers):
-                self.devices.settle(buffer)
+                self.devices.place(buffer)
         state, read, given = (
             list(map(self.devices.example, buffers)) for buffers in (self.written.buffers, self.read.buffers, arg_buffers)
         )
@@ -202,7 +202,7 @@ class Program(Executable):
             grads = [self._gradient_sharding(g) for g in self.captured.outputs.kept_gradients]
             grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.state.born)
             pinned = (self.written.shardings, [v.sharding for v in donated[1]], grads, None)
-        kept, hosts, (numbers, words) = [given[i] for i in self.arguments.kept], self._example_hosts(), self.inputs.today()
+        kept, hosts, (numbers, words) = [given[i] for i in self.arguments.kept], self._example_hosts(), self.inputs.current()
         args = (donated, state[self.num_donated :], read, kept, hosts, numbers, words)
         client = None if self.is_ahead else next(iter(words.sharding.device_set)).client
         try:
@@ -213,8 +213,8 @@ class Program(Executable):
         if self.watched is not None:
             buffers = [*self.written.buffers, *self.read.buffers]
             check = partial(self.watched.require_same, name, self.mesh, buffers, arg_buffers), self._require_sound
-        order = Order(name, run, args, donate, pinned, self.mesh, self.devices.platform, self.is_ahead, self.digest, client)
-        return Compilation(order, making=making, check=check)
+        request = CompileRequest(name, run, args, donate, pinned, self.mesh, self.devices.platform, self.is_ahead, self.digest, client)
+        return Compilation(request, making=making, check=check)
 
     @cached_property
     def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (waits, the first time)
@@ -283,7 +283,7 @@ class Program(Executable):
             captured.inputs.known.refresh(buffers)
         if self.mesh is None:
             state = self.written if self.written.buffers else self.read
-            over = mesh_of(state.buffers[0].value) if state.first_is_new() else None
+            over = mesh_of(state.buffers[0].value) if state.first_has_changed() else None
             if over is not None:
                 return f"its state lies over {over} now, and was on one device"
         return captured.guarded.guards.reason()
@@ -293,13 +293,13 @@ class Program(Executable):
         call = ProgramCall(arg_buffers, given)
         for step in self._before:
             step(call)
-        state, read = self.written.today(call.changed), self.read.today(call.changed)
-        written_args, kept_args = self.arguments.today(arg_buffers)
+        state, read = self.written.current(call.changed), self.read.current(call.changed)
+        written_args, kept_args = self.arguments.current(arg_buffers)
         donated = donatable(state[: self.num_donated]), donatable(written_args)
         if call.changed:
             _refuse_shared(donated[0])
         call.hosts = [host_array(t) for t in hosts] if hosts else []
-        host_args, (numbers, words) = [*map(self.devices.array_of, call.hosts)], self.inputs.today()
+        host_args, (numbers, words) = [*map(self.devices.array_of, call.hosts)], self.inputs.current()
         call.inputs = donated, state[self.num_donated :], read, kept_args, host_args, numbers, words
         for step in self._gathered:
             step(call)
@@ -311,7 +311,7 @@ class Program(Executable):
             raise
         for step in self._dispatched:
             step(call)
-        self.written.leave(call.state)
+        self.written.store(call.state)
         for step in self._after:
             step(call)
         return self._result(call.outputs, given, call.held)
@@ -346,8 +346,8 @@ class Program(Executable):
             follower.value = leader.value
             follower.host = None
 
-    def _leave_arguments(self, call: ProgramCall) -> None:
-        self.arguments.leave(call.arguments, call.arguments_left)
+    def _store_arguments(self, call: ProgramCall) -> None:
+        self.arguments.store(call.arguments, call.arguments_left)
 
     def _note_followed(self, call: ProgramCall) -> None:
         for buffer, value in call.followed:

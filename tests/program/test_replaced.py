@@ -223,7 +223,7 @@ def test_an_argument_that_a_name_has_come_to_hold_is_refused_where_one_is_writte
     step(torch.ones(2, device="jax"))
     x = cell.state[0]
     assert x.tolist() == [2.0, 2.0]
-    with pytest.raises(spmd.TraceError, match="a tensor that is read under a name is an argument"):
+    with pytest.raises(spmd.TraceError, match="a tensor in an attribute or container is also an argument"):
         step(x)
     assert x.tolist() == [2.0, 2.0] and cell.state[0] is x
     step(x.clone())

@@ -1,1 +1,1 @@
-"""A call of a program, noun by noun: its state, arguments, numbers and gradients as arrays that go in, and what comes out of them."""
+"""A call of a program: prepares the arrays of its state, arguments, numbers and gradients, and stores the results."""

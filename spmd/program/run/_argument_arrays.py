@@ -1,4 +1,4 @@
-"""The arrays of a call's tensor arguments: those that the program updates, which it is given, and the others."""
+"""The arrays of a call's tensor arguments: those that the program updates, which are donated, and the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ _value = attrgetter("value")
 
 
 class ArgumentArrays:
-    """Attributes:
-    written, kept: positions of the arguments that the program updates, and of the others.
-    shardings: how the program takes each; known when it is compiled.
+    """Prepares the arrays of the arguments, and stores their new values.
+
+    Args:
+        number: number of tensor arguments.
+        written: positions of the arguments that the program updates.
+        is_on_mesh: whether the program runs on a mesh.
+
+    Attributes:
+        written, kept: positions of the arguments that the program updates, and of the others.
+        shardings: the sharding that the program expects of each argument; empty until the program is compiled.
     """
 
     def __init__(self, number: int, written: Iterable[int], is_on_mesh: bool) -> None:
@@ -23,8 +30,8 @@ class ArgumentArrays:
         self.shardings: list[Any] = []
         self._is_on_mesh = is_on_mesh
 
-    def today(self, buffers: Sequence[Buffer]) -> tuple[list[Any], list[Any]]:
-        """The arrays of those that it updates, and of the others, laid out as the program expects."""
+    def current(self, buffers: Sequence[Buffer]) -> tuple[list[Any], list[Any]]:
+        """(arrays of the updated arguments, arrays of the others), with the shardings that the program expects."""
         for buffer, sharding in zip(buffers, self.shardings, strict=True):
             value = buffer.value
             if value is None:
@@ -34,8 +41,8 @@ class ArgumentArrays:
         values = list(map(_value, buffers))
         return ([values[i] for i in self.written], [values[i] for i in self.kept]) if self.written else ([], values)
 
-    def leave(self, buffers: Sequence[Buffer], values: Sequence[Any]) -> None:
-        """Write back what a call left."""
+    def store(self, buffers: Sequence[Buffer], values: Sequence[Any]) -> None:
+        """Store the new values of the updated arguments."""
         for i, value in zip(self.written, values, strict=True):
             buffers[i].value = value
 

@@ -1,4 +1,4 @@
-"""Gradients in a call: those that it takes from their leaves, and those that it leaves there; which leaves require one afterwards."""
+"""Gradients of a call: it may read `.grad` of leaves as state, and it stores new gradients and `requires_grad` there."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ Owner = torch.Tensor | int  # a parameter, or the position of an argument
 
 
 class CallGradients:
-    """Attributes:
-    takes: whether a call takes gradients that are there.
-    leaves: whether it leaves any, or state that an optimizer made.
-    flags: what it leaves of `requires_grad`.
+    """Reads gradients before a call, and stores gradients and new optimizer state after it.
+
+    Args:
+        keep: whether gradients are results of the program (`keep_grads`). Otherwise `.grad` becomes a tensor without a value.
+        written, read: state that the program updates, and state that it only reads. Gradients that it takes are part of it.
+
+    Attributes:
+        has_inputs: whether the program takes gradients that exist before the call.
+        has_results: whether the function leaves gradients, or optimizer state that it created.
+        flags: (leaf, new value) for each `requires_grad` that the function changes.
     """
 
     def __init__(self, captured: Captured, keep: bool, written: StateArrays, read: StateArrays) -> None:
@@ -30,56 +36,60 @@ class CallGradients:
         slots = captured.state.slots
         self._slots = [(slots[b], state, i) for state in (written, read) for i, b in enumerate(state.buffers) if b in slots]
         found = captured.outputs.gradients
-        self._is_dropped = not keep and all(isinstance(owner, torch.Tensor) for owner, _ in found)  # each call leaves the same empty ones
-        self._are_there = False
-        self._parameters, self._left = [p for p, _ in found], [grad for _, grad in found]
+        # Without values, every call stores the same gradient tensors.
+        self._is_constant = not keep and all(isinstance(owner, torch.Tensor) for owner, _ in found)
+        self._is_stored = False
+        self._parameters, self._gradients = [p for p, _ in found], [grad for _, grad in found]
         self.flags = captured.outputs.flags
-        self.takes, self.leaves = bool(self._slots), bool(found or captured.state.born)
+        self.has_inputs, self.has_results = bool(self._slots), bool(found or captured.state.born)
 
-    def take(self, call: ProgramCall) -> None:
-        """Put the buffers of today's gradients in their places among the state."""
+    def bind(self, call: ProgramCall) -> None:
+        """Put the buffers of the current gradients into the state of the call."""
         leaves = self._leaves_of(call) if any(isinstance(owner, int) for owner, _, _ in self._slots) else []
         for owner, state, i in self._slots:
             grad = (owner if isinstance(owner, torch.Tensor) else leaves[owner]).grad
-            assert grad is not None, "a guard or the signature said that it is there"
+            assert grad is not None, "a guard or the signature has checked that it exists"
             state.buffers[i] = buffer_of(grad)
 
-    def forget(self, _: Any = None) -> None:
-        """Hold none of them until the next call, which may have others."""
+    def release(self, _: Any = None) -> None:
+        """Drop the references to the gradients' buffers. The next call may have other gradients."""
         for _owner, state, i in self._slots:
-            state.let_go(i)
+            state.release(i)
 
-    def look(self, _: ProgramCall) -> None:
-        """See whether the leaves have what a call leaves there: then none has to be put. Now, since guards have just looked at them."""
-        self._are_there = self._is_dropped and all(map(is_, map(_grad, self._parameters), self._left))
+    def compare(self, _: ProgramCall) -> None:
+        """Check whether every `.grad` already is the tensor that the call would store, so that storing can be skipped.
 
-    def leave(self, call: ProgramCall) -> None:
-        """Put the gradients that the function leaves on its leaves, and the state that an optimizer made in its place."""
-        if self._are_there and not self._captured.state.born:
+        This runs before the call, right after the guards have read the same attributes.
+        """
+        self._is_stored = self._is_constant and all(map(is_, map(_grad, self._parameters), self._gradients))
+
+    def store(self, call: ProgramCall) -> None:
+        """Store the gradients in `.grad` of their leaves, and the values of new optimizer state in its tensors."""
+        if self._is_stored and not self._captured.state.born:
             return
         values = iter(call.gradients)
-        if not self._are_there:
-            self._put(call, values)
+        if not self._is_stored:
+            self._store_gradients(call, values)
         for (parameter, state), value in zip(self._captured.state.born, values, strict=True):
             buffer = buffer_of(state)
             buffer.value, buffer.dropped = value, None
             buffer.annotation = state_sharding_of(parameter) if parameter.shape == state.shape else None
 
-    def leave_flags(self, call: ProgramCall) -> None:
-        """Let leaves require a gradient, or not, as the function leaves them."""
+    def store_flags(self, call: ProgramCall) -> None:
+        """Set `requires_grad` of the leaves for which the function changes it."""
         leaves = self._leaves_of(call) if any(isinstance(owner, int) for owner, _ in self.flags) else []
         for owner, flag in self.flags:
             (owner if isinstance(owner, torch.Tensor) else leaves[owner]).requires_grad = flag
 
-    def _put(self, call: ProgramCall, values: Any) -> None:
+    def _store_gradients(self, call: ProgramCall, values: Any) -> None:
         for owner, grad in self._captured.outputs.gradients:
             leaf = owner if isinstance(owner, torch.Tensor) else self._leaves_of(call)[owner]
-            left = grad
+            new = grad
             if grad is not None and self._keep:
                 value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
-                left = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
-            if leaf.grad is not left:
-                leaf.grad = left
+                new = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
+            if leaf.grad is not new:
+                leaf.grad = new
 
     def _leaves_of(self, call: ProgramCall) -> list[Any]:
         return flatten(call.given, classes=self._captured.inputs.holders).leaves

@@ -1,4 +1,4 @@
-"""What places hold to which the function assigns anew: each call takes what lies there when it begins."""
+"""State in attributes or containers that the function assigns to (hidden states, caches). Each call takes the tensors that are there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from spmd.program.run._state_arrays import StateArrays
 
 
 class HeldState:
-    """Its tensors take the places, among the state, of those that the trace found. `written_args`: positions of arguments."""
+    """Reads the current tensors of assigned places, which replace those of the trace in the program's state.
+
+    Args:
+        held: the places, and the values that the trace found there.
+        written, read: state that the program updates, and state that it only reads.
+        written_args: positions of the arguments that the program updates.
+    """
 
     def __init__(self, held: Sequence[ReplacedState], written: StateArrays, read: StateArrays, written_args: Sequence[int]) -> None:
         self._held, self._written, self._read, self._written_args = held, written, read, written_args
         self._rebound = [(i, state, k) for state in (written, read) for i, k in touched_by(held, state.buffers)]
 
-    def find(self, call: ProgramCall) -> None:
-        """Look what is there.
+    def read(self, call: ProgramCall) -> None:
+        """Read the places into `call.held`, and put their buffers into the state of the call.
 
         Raises:
-            TraceError: a tensor that is written to is an argument or other state too.
+            TraceError: a tensor is also an argument or other state, and the function writes to it.
         """
         call.held = [place.read() for place in self._held]
         for position, state, index in self._rebound:
@@ -39,9 +45,9 @@ class HeldState:
             if count[id(buffer)] > 1 and id(buffer) in writes:
                 raise TraceError(
                     message(
-                        "a tensor that is read under a name is an argument or other state too, and the function writes to one of them",
-                        f"the tensor has shape {buffer.shape}; when the function was traced they were two tensors",
-                        fix="give the name a clone: holder.name = tensor.clone()",
+                        "a tensor in an attribute or container is also an argument or other state, and the function writes to one of them",
+                        f"the tensor has shape {buffer.shape}; these were two tensors when the function was traced",
+                        fix="store a clone there: holder.name = tensor.clone()",
                     )
                 )
 

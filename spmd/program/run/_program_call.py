@@ -1,4 +1,4 @@
-"""What one call of a program has at hand, from step to step."""
+"""The data of one call of a program, passed through the stages of the call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ProgramCall:
     Attributes:
         arguments: buffers of the device tensors among the arguments.
         given: the arguments as the user gave them.
-        held: what the places of `TraceState.held` hold today.
-        hosts: the CPU tensors among the arguments, as numpy's.
-        changed: arrays of the state that are not those which the last call left.
-        followed: what it will leave in arguments and state whose values the host follows.
-        inputs: arrays that go in: (donated, 0-dim state, read, args, hosts, numbers, random words).
-        outputs, gradients, state, arguments_left: arrays that came out, once it was dispatched.
+        held: the current values of the places of `TraceState.held`.
+        hosts: the CPU tensors among the arguments, as numpy arrays.
+        changed: arrays of the state that were replaced since the previous call.
+        followed: (buffer, new value) of arguments and state whose values the host computes as well.
+        inputs: arrays for the executable: (donated, 0-dim state, read, args, hosts, numbers, random words).
+        outputs, gradients, state, arguments_left: results of the executable; the last are the new values of updated arguments.
     """
 
     __slots__ = ("arguments", "arguments_left", "changed", "followed", "given", "gradients", "held", "hosts", "inputs", "outputs", "state")

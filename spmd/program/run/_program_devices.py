@@ -1,4 +1,4 @@
-"""The devices that a program runs on, and its values brought there."""
+"""The devices that a program runs on, and placement of its values there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from spmd.program.xla._target import lies_on, platform_of, program_mesh
 
 @dataclass(frozen=True)
 class ProgramDevices:
-    """Attributes:
-    mesh: None: one device.
-    platform: "cpu", "gpu" or "tpu".
+    """The devices of a program.
+
+    Attributes:
+        mesh: the mesh that the program runs on; None for one device.
+        platform: "cpu", "gpu" or "tpu".
     """
 
     mesh: Mesh | None
@@ -30,18 +32,18 @@ class ProgramDevices:
 
     @staticmethod
     def of(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> ProgramDevices:
-        """Those of a program with these buffers, which constrains values to these layouts."""
+        """The devices of a program that uses `buffers` and constrains values to `layouts` (see `program_mesh`)."""
         mesh = program_mesh(buffers, layouts)
         return ProgramDevices(mesh, platform_of(mesh))
 
     @property
     def is_ahead(self) -> bool:
-        """Whether they are of a topology that is not here."""
+        """Whether they belong to a topology that is not attached, so the program is compiled ahead of time."""
         return self.mesh is not None and self.mesh.topology is not None
 
     @cached_property
     def replicated(self) -> NamedSharding | None:
-        """The layout of a value that each of them holds whole; None for one device."""
+        """The sharding of a replicated value; None for one device."""
         return None if self.mesh is None else NamedSharding(self.mesh.to_jax(), jax.sharding.PartitionSpec())
 
     @property
@@ -51,11 +53,11 @@ class ProgramDevices:
 
     @property
     def are_paced(self) -> bool:
-        """Whether Python must not get far ahead of them. See Note [Pacing]."""
+        """Whether Python must not run far ahead of the devices. See Note [Pacing]."""
         return self.replicated is not None and self.replicated.num_devices > 1 and self.is_on_cpu
 
-    def settle(self, buffer: Buffer) -> None:
-        """Bring the buffer's value to where a program wants it: unmarked values on a mesh are replicated."""
+    def place(self, buffer: Buffer) -> None:
+        """Move the buffer's value to the devices, with the sharding of its annotation. An unmarked value is replicated over the mesh."""
         buffer.settle()
         if buffer.value is None:
             buffer.place(buffer.annotation.to_jax() if buffer.annotation is not None else self.replicated)
@@ -66,14 +68,14 @@ class ProgramDevices:
             buffer.value = moved(buffer.value, self.replicated)
 
     def example(self, buffer: Buffer) -> Any:
-        """The buffer's array, or its shape, dtype and sharding for a program that is only compiled."""
+        """The buffer's array or, for a program that is compiled ahead of time, its shape, dtype and sharding."""
         if not self.is_ahead:
             return buffer.value
         sharding = self.replicated if buffer.annotation is None else buffer.annotation.to_jax()
         return jax.ShapeDtypeStruct(buffer.stored, buffer.dtype, sharding=sharding)
 
     def array_of(self, host: np.ndarray[Any, Any]) -> Any:
-        """Host values on each of them, or what stands for that in a program that is only compiled."""
+        """A host array, replicated over the devices; for a program that is compiled ahead of time, its shape, dtype and sharding."""
         if self.is_ahead:
             return jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=self.replicated)
         return on_all_devices(host, self.replicated)

@@ -40,7 +40,7 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Order:
+class CompileRequest:
     """A program to be compiled.
 
     Attributes:
@@ -48,7 +48,7 @@ class Order:
         run, args: a function of arrays, and example arguments: arrays or `jax.ShapeDtypeStruct`s.
         donate, pinned: see `lowered`.
         is_ahead: the program is compiled for a topology that is not attached, so it cannot run here.
-        digest: the program's digest. None if it has none, and then the cache is not searched.
+        digest: the program's digest, or None if it has none. Then no executable is looked up.
         client: jax's client of the devices.
     """
 
@@ -81,8 +81,8 @@ class Compilation:
     """An executable that is being compiled or read from the cache.
 
     Args:
-        check: two functions: one called with the lowered program before it is compiled, one called with the executable. If given, the
-            cache is not searched.
+        check: two functions: one called with the lowered program before it is compiled, one called with the executable. If given, no
+            executable is looked up by digest.
 
     Attributes:
         lower_s: seconds for the search of the cache and for lowering.
@@ -90,8 +90,10 @@ class Compilation:
         has_failed: the other thread raised an exception, which `result` will raise.
     """
 
-    def __init__(self, order: Order, *, making: Making, check: tuple[Callable[[Any], None], Callable[[Any], None]] | None) -> None:
-        self._order, self._check = order, check
+    def __init__(
+        self, request: CompileRequest, *, making: Making, check: tuple[Callable[[Any], None], Callable[[Any], None]] | None
+    ) -> None:
+        self._request, self._check = request, check
         self.read_from: Written | None = None
         self.has_failed = False
         keep_programs_by_default()
@@ -103,7 +105,7 @@ class Compilation:
         self._made: tuple[Any, float] | None = None
         if self._cached is None:
             self._forget_arrays()
-        if making.is_beside and not order.is_ahead:
+        if making.is_beside and not request.is_ahead:
             self._future = compile_threads().submit(self._make)
             self._future.add_done_callback(self._note_end)
         else:
@@ -118,31 +120,33 @@ class Compilation:
 
     def _forget_arrays(self) -> None:
         """Drop the references to the example arguments, which are not needed once the program is lowered."""
-        self._order = replace(self._order, run=_nothing, args=())
+        self._request = replace(self._request, run=_nothing, args=())
 
     def _note_end(self, future: Future[Any]) -> None:
         self.has_failed = future.cancelled() or future.exception() is not None
 
     def _look_up(self, lookups: Sequence[Lookup]) -> CachedExecutable | None:
-        digest = self._order.digest
+        digest = self._request.digest
         if digest is None:
             return None
         return next((cached for lookup in (*lookups, look_up) if (cached := lookup(digest)) is not None), None)
 
     def _lower(self) -> Any:
-        order = self._order
-        with exact_dtypes(), underway(f"lowering {order.name}"):
-            found = lowered(order.run, order.args, donate=order.donate, pinned=order.pinned, mesh=order.mesh, platform=order.platform)
+        request = self._request
+        with exact_dtypes(), underway(f"lowering {request.name}"):
+            found = lowered(
+                request.run, request.args, donate=request.donate, pinned=request.pinned, mesh=request.mesh, platform=request.platform
+            )
         if self._check is not None:
             self._check[0](found)
         return found
 
     def _make(self) -> tuple[Any, float]:
-        order, start = self._order, time.perf_counter()
+        request, start = self._request, time.perf_counter()
         found = None
         if self._cached is not None:
-            with exact_dtypes(), underway(f"reading {order.name}"):
-                found = read(self._cached, order.client, order.name)
+            with exact_dtypes(), underway(f"reading {request.name}"):
+                found = read(self._cached, request.client, request.name)
                 self.read_from = self._cached.executable
             self._lowered = self._lower() if found is None else None
         if found is None:
@@ -155,15 +159,15 @@ class Compilation:
         return found, time.perf_counter() - start
 
     def _compiled(self) -> Any:
-        order = self._order
+        request = self._request
         assert self._lowered is not None
-        progress = underway(f"compiling {order.name}{target_text(order.mesh)}")
-        with exact_dtypes(), progress, programs_not_kept() if order.is_ahead else nullcontext(), cache_requests() as request:
-            found = self._lowered.compile(topology_options() if order.is_ahead else None)
-        if request.value is not None:  # jax read it from its cache
-            self.read_from = Written(request.value, in_cache=True)
-        if request.key is not None and order.digest is not None:
-            store(order.digest, found, request.key)
+        progress = underway(f"compiling {request.name}{target_text(request.mesh)}")
+        with exact_dtypes(), progress, programs_not_kept() if request.is_ahead else nullcontext(), cache_requests() as cached:
+            found = self._lowered.compile(topology_options() if request.is_ahead else None)
+        if cached.value is not None:  # jax read it from its cache
+            self.read_from = Written(cached.value, in_cache=True)
+        if cached.key is not None and request.digest is not None:
+            store(request.digest, found, cached.key)
         return found
 
 
@@ -171,4 +175,4 @@ def _nothing() -> None:
     """Replaces a function that has been lowered."""
 
 
-__all__ = ["Compilation", "Making", "Order", "Timings"]
+__all__ = ["Compilation", "Making", "CompileRequest", "Timings"]
