@@ -47,7 +47,7 @@ class Effect:
 
     def at(self, places: Sequence[int]) -> Effect:
         """The same effect for other buffers: place i becomes `places[i]`."""
-        return Effect(_moved(self.result, places), self.made, [places[i] for i in self.written], self.draws)
+        return Effect(_with_places(self.result, places), self.made, [places[i] for i in self.written], self.draws)
 
 
 class Effects:
@@ -74,8 +74,8 @@ class Effects:
         key.extend((root.shape, root.dtype, root.annotation) for root in used)
         known = tuple(key)
         if known not in self._known:
-            args = [_moved(arg, places) for arg in node.args]
-            kwargs = {name: _moved(arg, places) for name, arg in node.kwargs.items()}
+            args = [_with_places(arg, places) for arg in node.args]
+            kwargs = {name: _with_places(arg, places) for name, arg in node.kwargs.items()}
             try:
                 self._known[known] = effect_of(node.operation, args, kwargs, numbers, used, platform)
             except Exception:  # the operation then runs eagerly, and either raises its own error or succeeds
@@ -113,7 +113,7 @@ def effect_of(
         if any(buffer.shape != roots[place].shape for buffer, place in before.items()) or replay.has_resized():
             raise TypeError("the operation resizes an argument")
         made: dict[Buffer, int] = {}
-        shown = _described(result, given, before, made)
+        shown = _with_references(result, given, before, made)
         new = [Root(b.shape, b.dtype, b.annotation) for b in made]
         found.append(Effect(shown, new, [before[b] for b in recorder.written if b in before], draws))
         return 0
@@ -134,7 +134,7 @@ def stored_shape(root: Root | External) -> tuple[int, ...]:
     return root.shape if root.annotation is None else tuple(root.annotation.padded_shape(root.shape))
 
 
-def _described(result: Any, given: list[torch.Tensor], before: dict[Buffer, int], made: dict[Buffer, int]) -> Any:
+def _with_references(result: Any, given: list[torch.Tensor], before: dict[Buffer, int], made: dict[Buffer, int]) -> Any:
     """`result` with `New`, `Argument` and `Ref` in place of tensors. New buffers are added to `made`."""
     if isinstance(result, torch.Tensor):
         for i, tensor in enumerate(given):
@@ -148,19 +148,19 @@ def _described(result: Any, given: list[torch.Tensor], before: dict[Buffer, int]
             return Ref(before[buffer], *shown)
         return New(made.setdefault(buffer, len(made)), *shown)
     if isinstance(result, tuple | list):
-        items = [_described(item, given, before, made) for item in result]
+        items = [_with_references(item, given, before, made) for item in result]
         return items if isinstance(result, list) else type(result)(*items) if hasattr(result, "_fields") else tuple(items)
     return result
 
 
-def _moved(result: Any, places: Any) -> Any:
+def _with_places(result: Any, places: Any) -> Any:
     """`result` with place p of each `Ref` replaced by `places[p]`."""
     if type(result) is Ref:
         return result._replace(place=places[result.place])
     if isinstance(result, New | Argument):
         return result
     if isinstance(result, tuple | list):
-        items = [_moved(item, places) for item in result]
+        items = [_with_places(item, places) for item in result]
         return items if isinstance(result, list) else type(result)(*items) if hasattr(result, "_fields") else tuple(items)
     return result
 

@@ -47,10 +47,10 @@ def run_one_by_one(recorded: Recording) -> None:
         why = ""
     finally:
         default_stream.set_state(end)
-        _give(recorded, replay, why)
+        _store_values(recorded, replay, why)
 
 
-def _give(recorded: Recording, replay: Replay, why: str) -> None:
+def _store_values(recorded: Recording, replay: Replay, why: str) -> None:
     """Store the computed values in the pending buffers. The others are marked as dropped for the reason `why`."""
     for place, ref in enumerate(recorded.buffers):
         buffer = ref()

@@ -81,11 +81,11 @@ class Recording:
             NotDeferrable: the operation must run now.
         """
         try:
-            described = self._described(operation, args, kwargs)
+            described = self._key_builder(operation, args, kwargs)
             if described.has_host:
                 self._forget_new()
                 args, kwargs = on_device(operation, args, kwargs)
-                described = self._described(operation, args, kwargs)
+                described = self._key_builder(operation, args, kwargs)
             if operation.check is not None:
                 operation.check(args, kwargs)
             if self._stream is not None and self._stream != (default_stream.seed, default_stream.draws):
@@ -93,7 +93,7 @@ class Recording:
             key = tuple(described.key)
             child = self.node.children.get(key)
             if child is None and key not in self.node.children:
-                child = self._added(operation, key, args, kwargs, described.numbers)
+                child = self._new_node(operation, key, args, kwargs, described.numbers)
             if child is None:
                 raise NotDeferrable
         except BaseException:
@@ -102,7 +102,7 @@ class Recording:
         effect = child.effect
         if effect.draws:
             self._note_draws(effect.draws)
-        self._take_new()
+        self._add_new()
         if described.numbers != child.numbers:
             child.has_varied = True
         self.numbers.extend(described.numbers)
@@ -110,7 +110,7 @@ class Recording:
         self.node = child
         return self._result(effect, args, kwargs)
 
-    def _described(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeyBuilder:
+    def _key_builder(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeyBuilder:
         described = KeyBuilder(operation, self._place_of)
         add = described.add
         for i, arg in enumerate(args):
@@ -137,7 +137,7 @@ class Recording:
             buffer.queue = None
         self._new.clear()
 
-    def _take_new(self) -> None:
+    def _add_new(self) -> None:
         for buffer, found in self._new:
             self.buffers.append(weakref.ref(buffer))
             self.roots.append(found)
@@ -145,7 +145,7 @@ class Recording:
                 self.inputs.append(Input(buffer.place_in_queue, buffer))
         self._new.clear()
 
-    def _added(self, operation: Deferrable, key: tuple[Any, ...], args: Any, kwargs: Any, numbers: list[int | float]) -> Node | None:
+    def _new_node(self, operation: Deferrable, key: tuple[Any, ...], args: Any, kwargs: Any, numbers: list[int | float]) -> Node | None:
         """A new node for an operation that did not follow at this point before. None if it cannot be deferred."""
         self.session.note_divergence(self.node, operation, key)
         count = [0]
@@ -190,13 +190,13 @@ class Recording:
             buffer.reads.clear()
         made = effect.made
         if not made:
-            return self._shown(effect.result, (), args, kwargs)
+            return self._tensors_for(effect.result, (), args, kwargs)
         if len(made) == 1 and type(effect.result) is New:  # fast path for nearly all operations
-            return window(self._waiting(made[0]), effect.result)
-        bases = [self._waiting(root) for root in made]
-        return self._shown(effect.result, bases, args, kwargs)
+            return window(self._pending_tensor(made[0]), effect.result)
+        bases = [self._pending_tensor(root) for root in made]
+        return self._tensors_for(effect.result, bases, args, kwargs)
 
-    def _waiting(self, root: Root) -> torch.Tensor:
+    def _pending_tensor(self, root: Root) -> torch.Tensor:
         """A pending tensor on a new buffer."""
         buffer = Buffer(None, root.shape, annotation=root.annotation)
         buffer.queue, buffer.place_in_queue = self, len(self.buffers)
@@ -204,7 +204,7 @@ class Recording:
         self.roots.append(root)
         return tensor_over(buffer, to_torch_dtype(root.dtype))
 
-    def _shown(self, result: Any, bases: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tensors_for(self, result: Any, bases: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cls = type(result)
         if cls is New:
             return window(bases[result.made], result)
@@ -214,9 +214,9 @@ class Recording:
             owner = next(t for t in _tensors(args, kwargs) if t.untyped_storage().spmd_buffer.place_in_queue == result.place)  # pyright: ignore[reportAttributeAccessIssue]
             return window(owner, result)
         if cls is list or cls is tuple:
-            return cls(self._shown(item, bases, args, kwargs) for item in result)
+            return cls(self._tensors_for(item, bases, args, kwargs) for item in result)
         if isinstance(result, tuple):
-            return cls(*(self._shown(item, bases, args, kwargs) for item in result))
+            return cls(*(self._tensors_for(item, bases, args, kwargs) for item in result))
         return result
 
     def annotate(self, buffer: Buffer, spec: Any) -> None:

@@ -116,7 +116,7 @@ class Region(Executable):
                 input_at = {one.place: i for i, one in enumerate(recorded.inputs)}
                 pinned = [self._result_sharding(recorded, p, input_at.get(p)) for p in self.outputs]
                 pinned.extend([None] * bool(self.checks))
-            args = ([values[i] for i in self._donated], [values[i] for i in kept], *self._rest(vector, words))
+            args = ([values[i] for i in self._donated], [values[i] for i in kept], *self._upload(vector, words))
             assert len(args[0]) == num_donated
             program = lowered(lazy, args, donate=True, pinned=pinned, mesh=self.mesh, platform=self.platform)
             self.note_lowered(program)
@@ -169,7 +169,7 @@ class Region(Executable):
         annotation = recorded.roots[place].annotation
         return None if annotation is None else annotation.to_jax()
 
-    def _rest(self, vector: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    def _upload(self, vector: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> tuple[Any, Any]:
         return on_all_devices(vector, self.replicated), on_all_devices(words, self.replicated)
 
     def _values(self, recorded: Recording) -> list[Any]:
@@ -207,7 +207,7 @@ class Region(Executable):
         words = _words(recorded)
         if self.watched is not None:
             self.watched.begin(vector.tolist(), [], [])
-        args = (donatable([values[i] for i in self._donated]), [values[i] for i in self._kept], *self._rest(vector, words))
+        args = (donatable([values[i] for i in self._donated]), [values[i] for i in self._kept], *self._upload(vector, words))
         is_paced = self.replicated is not None and self.replicated.num_devices > 1 and self.platform == "cpu"
         if is_paced and self.watched is not None:
             jax.block_until_ready(args)

@@ -92,7 +92,7 @@ def passes_of(jaxpr: Any, repeat: Repeat, names: list[Any], readers: Mapping[Any
     for i, eqn in enumerate(all_equations[0]):
         operands = (tuple(eqns[i].invars[slot] for eqns in all_equations) for slot in range(len(eqn.invars)))
         found.operands.append([finder.operand(eqn, atoms) for atoms in operands])
-    _note_results(found, all_equations, made, readers)
+    _add_results(found, all_equations, made, readers)
     return found
 
 
@@ -148,7 +148,7 @@ def _same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def _note_results(found: Passes, all_equations: list[list[Any]], made: Mapping[Any, Any], readers: Mapping[Any, int]) -> None:
+def _add_results(found: Passes, all_equations: list[list[Any]], made: Mapping[Any, Any], readers: Mapping[Any, int]) -> None:
     """Fill `left` and `last` with the results that are read outside the loop: of all passes, or only of the last one."""
     inside: dict[Any, int] = {}
     for v in (v for eqns in all_equations for eqn in eqns for v in eqn.invars):

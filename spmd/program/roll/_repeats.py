@@ -33,7 +33,8 @@ class Repeat:
 
     Attributes:
         places: indices of the equations in the program, pass after pass.
-        before: indices of equations that lie among those of the first pass but read no result of it. They run before the loop.
+        before: indices of equations that lie among those of the first pass but read no result of it. They run before the loop, and all
+            passes may use their results.
     """
 
     period: int
@@ -75,7 +76,7 @@ def stretches(jaxpr: Any) -> list[Stretch]:
         if best is None or _saving(best)[0] < (_MIN_SAVING if found else max(_MIN_SAVING, _MIN_SHARE * len(numbers))):
             return sorted(found, key=lambda r: r.places[0])
         start, period, length = best
-        places, before = _with_first_pass(jaxpr.eqns, numbers, free, start, period, length)
+        places, before = _extended_backwards(jaxpr.eqns, numbers, free, start, period, length)
         free[places[0] : places[-1] + 1] = False
         found.append(Stretch(period, places, before))
 
@@ -158,7 +159,7 @@ def _longest(kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], period: in
     return int(starts[i]), period, int(stops[i] - starts[i]) + period
 
 
-def _with_first_pass(
+def _extended_backwards(
     equations: Sequence[Any], kinds: np.ndarray[Any, Any], free: np.ndarray[Any, Any], start: int, period: int, length: int
 ) -> tuple[list[int], list[int]]:
     """Extend a stretch towards the start of the program across equations that only the first pass has.
@@ -191,7 +192,7 @@ def _with_first_pass(
     return list(places), [place for place in reversed(skipped) if place > places[0]]
 
 
-def placed(equations: Sequence[Any], stretch: Stretch, known: Mapping[Any, tuple[Any, int]]) -> Repeat:
+def best_repeat(equations: Sequence[Any], stretch: Stretch, known: Mapping[Any, tuple[Any, int]]) -> Repeat:
     """The repeat of a stretch, with the best start of a pass.
 
     The best start is the one at which the fewest bytes cross from one pass to the next. Among equals, most operands of consecutive
@@ -243,8 +244,8 @@ def _crossing_bytes(equations: Sequence[Any], places: list[int], period: int) ->
 
 
 def num_bytes(aval: Any) -> int:
-    """Bytes of a value; 8 for a random key."""
+    """Bytes of a value; for random keys, the bytes of their words."""
     return prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
-__all__ = ["MIN_PASSES", "Repeat", "Stretch", "kinds", "num_bytes", "placed", "stretches"]
+__all__ = ["MIN_PASSES", "Repeat", "Stretch", "best_repeat", "kinds", "num_bytes", "stretches"]

@@ -13,7 +13,7 @@ from jax import lax
 
 from spmd.base._jax import as_recorded, is_literal
 from spmd.program.roll._passes import Carried, Each, NotALoop, Passes, passes_of
-from spmd.program.roll._repeats import Repeat, placed, stretches
+from spmd.program.roll._repeats import Repeat, best_repeat, stretches
 from spmd.program.roll._stacks import Stacks
 
 
@@ -59,7 +59,7 @@ class Rolled:
         taken: dict[int, list[Any]] = {}  # index of an equation in a loop -> what is recorded there instead
         known: dict[Any, tuple[Any, int]] = {}
         for stretch in stretches(jaxpr):
-            repeat = placed(jaxpr.eqns, stretch, known)
+            repeat = best_repeat(jaxpr.eqns, stretch, known)
             names = repeat.names(jaxpr)
             where = _common_start([str(name).split("/") for name in names])
             try:
@@ -69,7 +69,7 @@ class Rolled:
                 continue
             self.loops.append(Loop(where, repeat.passes, repeat.period))
             self._passes.append(passes)
-            _note_families(known, jaxpr.eqns, repeat, passes)
+            _add_families(known, jaxpr.eqns, repeat, passes)
             places = (*repeat.places, *repeat.before)
             taken.update((place, []) for place in places)
             self.passes_at.update(dict.fromkeys(places, repeat.passes))
@@ -102,11 +102,11 @@ class Rolled:
                 with as_recorded(eqn):
                     values.put(eqn.outvars[0], values.rows(eqn.invars))
                 continue
-            for variable, value in zip(eqn.outvars, _bound(eqn, list(map(values.get, eqn.invars))), strict=True):
+            for variable, value in zip(eqn.outvars, _record(eqn, list(map(values.get, eqn.invars))), strict=True):
                 values.put(variable, value)
 
 
-def _note_families(known: dict[Any, tuple[Any, int]], equations: Any, repeat: Repeat, passes: Passes) -> None:
+def _add_families(known: dict[Any, tuple[Any, int]], equations: Any, repeat: Repeat, passes: Passes) -> None:
     """Add the families of a loop to `known`: for each `Each` operand and each result, its variables in the order of the passes."""
     for family in passes.each:
         known.update({v: (family[0], k) for k, v in enumerate(family) if not is_literal(v) and v not in known})
@@ -122,7 +122,7 @@ def _common_start(names: list[list[str]]) -> str:
     return "/".join(names[0][:same])
 
 
-def _bound(eqn: Any, operands: list[Any], names: Any = None) -> list[Any]:
+def _record(eqn: Any, operands: list[Any], names: Any = None) -> list[Any]:
     """Record the equation with these operands. Returns its results."""
     with as_recorded(eqn, names):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
@@ -181,7 +181,7 @@ def _body(passes: Passes, values: Stacks) -> Callable[[Any, Any], Any]:
             return operand.val if is_literal(operand) else local[operand]
 
         for eqn, names, operands in zip(passes.equations, passes.names, passes.operands, strict=True):
-            for variable, out in zip(eqn.outvars, _bound(eqn, list(map(value, operands)), names), strict=True):
+            for variable, out in zip(eqn.outvars, _record(eqn, list(map(value, operands)), names), strict=True):
                 local[variable] = out
         return [local[v] for v in passes.carried], [local[family[0]] for family in passes.left]
 

@@ -59,7 +59,7 @@ class Stacks:
         return array
 
     def rows(self, variables: Sequence[Any]) -> Any:
-        """`stack` for interleaved variables: the first members of several stacks, then the second members, and so on."""
+        """[len(variables), ...]: like `stack`, for interleaved variables: the first members of several stacks, then the second, ..."""
         parts: list[Any] = []
         start = 0
         while start < len(variables):

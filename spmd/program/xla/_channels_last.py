@@ -62,7 +62,7 @@ class _Values:
         if is_literal(variable):
             return variable.val
         if variable not in self._plain:
-            self._plain[variable] = lax.transpose(self._last[variable], _back(len(variable.aval.shape)))
+            self._plain[variable] = lax.transpose(self._last[variable], _inverse_order(len(variable.aval.shape)))
         return self._plain[variable]
 
     def last(self, variable: Any) -> Any:
@@ -82,7 +82,7 @@ def _order(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank), 1)
 
 
-def _back(rank: int) -> tuple[int, ...]:
+def _inverse_order(rank: int) -> tuple[int, ...]:
     """The inverse permutation: dim d as traced is dim `back[d]` with channels last."""
     return (0, rank - 1, *range(1, rank - 1))
 
@@ -120,12 +120,12 @@ def _rule(eqn: Any, values: _Values) -> Callable[[Any, _Values], None] | None:
 def _convolution(eqn: Any, values: _Values) -> None:
     """Convolve with new dimension numbers, so no operand has to be transposed.
 
-    If the left operand is traced as [N, C, ...] it is used with channels last, and so is the result. Other operands are used in the
-    layout in which they exist.
+    A left operand that is traced as [N, C, ...] is used with channels last, and then so is a result of that form. Other operands are
+    used in the layout in which they exist.
     """
     left, right = eqn.invars
     numbers, params = eqn.params["dimension_numbers"], dict(eqn.params)
-    back = _back(len(left.aval.shape))
+    back = _inverse_order(len(left.aval.shape))
     takes_images = numbers.lhs_spec[:2] == (0, 1)
     is_left_last, is_right_last = takes_images or values.is_last(left), values.is_last(right)
     is_out_last = takes_images and numbers.out_spec[:2] == (0, 1)
@@ -143,7 +143,7 @@ def _pointwise(eqn: Any, values: _Values) -> None:
 def _reduction(eqn: Any, values: _Values) -> None:
     (operand,) = eqn.invars
     rank = len(operand.aval.shape)
-    axes = tuple(sorted(_back(rank)[d] for d in eqn.params["axes"]))
+    axes = tuple(sorted(_inverse_order(rank)[d] for d in eqn.params["axes"]))
     out = eqn.primitive.bind(values.last(operand), **{**eqn.params, "axes": axes})
     dims = [d for d in _order(rank) if d not in eqn.params["axes"]]  # traced number of each dim of `out`
     values.put(eqn.outvars[0], lax.transpose(out, [dims.index(d) for d in sorted(dims)]) if dims != sorted(dims) else out)

@@ -71,10 +71,10 @@ class _Text:
             return repr(value)
         found = self._known.get(id(value))
         if found is None:
-            found = self._known[id(value)] = value, self._made(value, kind)
+            found = self._known[id(value)] = value, self._write(value, kind)
         return found[1]
 
-    def _made(self, value: Any, kind: Any) -> str:
+    def _write(self, value: Any, kind: Any) -> str:
         if value is unspecified:
             return "unspecified"
         if any(value is known for known in _RANDOM):
@@ -145,7 +145,7 @@ class _Text:
         return f"sharding({self.of(sharding.mesh)}, {sharding.spec!r}, {sharding.memory_kind})"
 
     def mesh(self, mesh: Any) -> str:
-        ids = [getattr(device, "id", None) for device in mesh.devices.flat]  # None in an abstract mesh
+        ids = [getattr(device, "id", None) for device in mesh.devices.flat]  # None in an empty mesh
         return f"mesh({mesh.axis_names}, {mesh.axis_types}, {mesh.devices.shape}, {ids})"
 
     def context(self, ctx: Any) -> str:

@@ -360,7 +360,7 @@ def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) 
         arguments = [_scalar(module, region, operand, arguments) for operand in compare.operands]
         region = _called(module, compare)
         compare = region.instructions[region.root]
-    compare = _of_low_word(region, compare)
+    compare = _low_word_comparison(region, compare)
     if compare.opcode != "compare" or start.opcode != "tuple":
         return None
     gap, step = 0, 0  # left minus right side of the comparison: before the first trip, and its change per trip
@@ -382,7 +382,7 @@ def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) 
     return max(0, -(gap // step)) if step > 0 and direction in ("LT", "LE", "GT", "GE") else None
 
 
-def _of_low_word(region: _Computation, compare: _Instruction) -> _Instruction:
+def _low_word_comparison(region: _Computation, compare: _Instruction) -> _Instruction:
     """The comparison of the low words, if XLA:TPU compares 64-bit counters as `high < 0 or (high == 0 and low < bound)`."""
     if compare.opcode != "or":
         return compare

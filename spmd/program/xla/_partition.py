@@ -67,7 +67,7 @@ def lowered(jitted: Any, args: Sequence[Any], mesh: jax.sharding.Mesh | None, pl
 
 
 def _by_kernel(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The lowering rule of a function that calls a kernel. Index types in kernels are 32-bit, also in a program with 64-bit types."""
+    """The lowering rule of a function that calls a kernel. Kernels are traced with 32-bit types, also in a program with 64-bit types."""
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         with jax.enable_x64(False):
@@ -130,7 +130,7 @@ class _KernelRules:
         self, kernel: _Kernel, batch: Axes, heads: Axes, query: Any, key: Any
     ) -> tuple[Callable[..., Any], dict[str, PartitionSpec]]:
         """The function that each device runs, and the spec of each role. A dim that its axes do not divide evenly is not split."""
-        batch, heads = self._dividing(batch, query.shape[0]), self._dividing(heads, query.shape[1])
+        batch, heads = self._dividing_prefix(batch, query.shape[0]), self._dividing_prefix(heads, query.shape[1])
         num_splits, num_kv_heads = math.prod(self.grid.shape[axis] for axis in heads), key.shape[1]
         run, key_heads = kernel.run, heads
         if num_splits > num_kv_heads and num_splits % num_kv_heads == 0:
@@ -140,7 +140,7 @@ class _KernelRules:
         of_query = PartitionSpec(batch, heads)
         return run, {"q": of_query, "n": of_query, "k": PartitionSpec(batch, key_heads)}
 
-    def _dividing(self, axes: Axes, size: int) -> Axes:
+    def _dividing_prefix(self, axes: Axes, size: int) -> Axes:
         """The longest prefix of `axes` whose sizes together divide `size`."""
         kept: list[str] = []
         for axis in axes:

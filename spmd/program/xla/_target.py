@@ -17,7 +17,7 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
     """The mesh of these annotations; None if all are None.
 
     Raises:
-        SpmdError: the annotations have meshes with different devices, or the same devices in another order.
+        SpmdError: the annotations have meshes with different devices or topologies, or with the same devices in another order.
     """
     found: Mesh | None = None
     for annotation in annotations:
@@ -56,7 +56,7 @@ def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> 
 
 
 def mesh_of(value: Any) -> Mesh | None:
-    """The mesh of an array's sharding; None if the array is on one device or is not a jax.Array."""
+    """The mesh of an array's sharding; None if the sharding is not over a mesh of several devices."""
     sharding = getattr(value, "sharding", None)
     found: Any = sharding.mesh if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 else None
     return None if found is None else Mesh.from_jax(found)
