@@ -29,7 +29,7 @@ _MAX_SKIPPED = 16  # consecutive equations that only the first pass has
 
 @dataclass(frozen=True)
 class Repeat:
-    """A sequence of `period` equations that occurs `passes` times.
+    """A sequence of `period` equations that occurs `passes` times. Each occurrence is a pass, which becomes an iteration of the loop.
 
     Attributes:
         places: indices of the equations in the program, pass after pass.

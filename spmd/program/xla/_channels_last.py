@@ -28,7 +28,7 @@ _PER_DIM = ("window_dimensions", "window_strides", "padding", "base_dilation", "
 
 
 def has_convolution(jaxpr: Any) -> bool:
-    """Whether the program contains a convolution."""
+    """Whether the program contains a convolution. Nested jaxprs are not searched."""
     return any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns)
 
 
