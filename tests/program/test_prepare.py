@@ -111,3 +111,4 @@ def test_nothing_runs_and_no_random_number_is_drawn() -> None:
     train_step.prepare(x)
     assert {name: value.tolist() for name, value in model.state_dict().items()} == before
     assert torch.rand(3, device="jax").tolist() == want
+    train_step(x)  # waits for the thread that compiles; otherwise its progress lines would appear in the log of the next test
