@@ -55,7 +55,7 @@
     Exception                                          internal: always caught by this package
     +-- _StateComplete                                 an optimizer has all its state
     +-- NotALoop                                       repeated equations cannot become one loop
-    +-- Now                                            an operation cannot be deferred to the end of its step
+    +-- NotDeferrable                                  an operation cannot be deferred to the end of its step
     +-- _LoweredText                                   a program was lowered only for its text
     +-- NoDigest                                       the text of a traced program does not determine it
     +-- Inexact                                        padding would change a result, so sizes cannot share one program
