@@ -1,4 +1,4 @@
-"""Lowerings: what each ATen overload means in jax, by domain. Importing this package fills the table."""
+"""Lowerings of ATen overloads to jax functions, one module per domain. Importing this package fills the table."""
 
 import importlib
 
@@ -50,7 +50,7 @@ def _fill() -> None:
     for domain in DOMAINS:
         try:
             importlib.import_module(f"{__name__}.{domain}")
-        except ValueError as error:  # in a torch that was tried it is a mistake of ours
+        except ValueError as error:  # in a tested version of torch, this is our own mistake
             if torch_at_least(UNTRIED):
                 raise untried(str(error).splitlines()[0]) from error
             raise

@@ -1,21 +1,21 @@
-"""The table from an operator's overload to the jax function that means it. Grows only, one writer: `lower`.
+"""The table of lowerings, from operator overloads to jax functions. It only grows, and only `lower` writes to it.
 
-Importing `spmd` fills it for ATen; a program may add overloads of ATen and of its own libraries at any time (docs/extending.md).
+Importing `spmd` fills it for ATen. A program may add overloads of ATen and of its own libraries at any time (docs/extending.md).
 
-A *rule* is a pure function of jax arrays and Python values with the schema's argument order and names. It knows no mesh,
-no tensor class and no result dtype: the adapter (`spmd.device._adapter`) promotes inputs, casts results, drops
+A *rule* is a pure function of jax arrays and Python values, with the argument order and names of the schema. It knows no mesh,
+no tensor class and no result dtype. The adapter (`spmd.device._adapter`) promotes inputs, casts results, drops
 `device`/`layout`/`pin_memory`/`memory_format`/`non_blocking`/`generator` arguments and derives in-place and `out=` forms.
 
     @lower("add.Tensor", pointwise=True)
     def add(self, other, *, alpha=1):
         return self + scaled(other, alpha)
 
-Of an overload that writes arguments and returns others (`(Tensor(a!) x) -> ()`) the rule returns their new values after its results.
-A mutating overload without a functional twin (`normal_`) may be lowered too: its rule returns the new value of `self`.
-An op's optional result that was not asked for (`output_mask`) is None.
+For an overload that writes to arguments without returning them (`(Tensor(a!) x) -> ()`), the rule returns their new values after its
+results. A mutating overload without a functional twin (`normal_`) can have a rule too: it returns the new value of `self`.
+An optional result that the call does not request (`output_mask`) is None.
 
-Arguments reach a rule as: Tensor -> jax.Array; Tensor[] -> list of arrays; int[] -> tuple; torch.dtype -> numpy dtype;
-Scalar -> Python number, or a 0-dim array where the number is known only to the device ("lifted"; `is_static` tells).
+Arguments reach a rule as follows: Tensor -> jax.Array; Tensor[] -> list of arrays; int[] -> tuple; torch.dtype -> numpy dtype;
+Scalar -> Python number, or a 0-dim array if only the device knows the number (a *lifted* number; see `is_static`).
 """
 
 from __future__ import annotations
@@ -41,33 +41,36 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Lowering:
-    """How one ATen overload is computed.
+    """The lowering of one overload.
 
     Attributes:
         op: the overload, e.g. `torch.ops.aten.add.Tensor`.
         rule: the jax function.
-        pointwise: promote the tensors as torch promotes, cast the result.
-        widened: with `pointwise`: 16-bit floats are computed in float32; not where rounding to 16 bits comes before a decision,
-            as in comparisons with a number.
-        promoted: with `pointwise`: names of the tensor parameters that take part in promotion; empty means all.
-        whole: a composite op kept as one jax call, its gradient by `jax.vjp` of the rule.
-        random: the rule takes a PRNG key as first argument.
-        static: names of Scalar parameters whose value the rule must know while tracing.
-        data_dependent: the result's shape depends on values, always or where this function of the call's arguments says so:
-            the rule then gets concrete arrays; in a trace, what needs the values raises `TraceError`, unless it is `assumed`.
-        updates: names of the tensor parameters that the op also writes (running statistics): after the op's results the rule
-            returns their new values, None where the argument is None.
-        host: names of tensor parameters that torch keeps on the CPU (a packed sequence's batch sizes): the rule gets their
-            values as a numpy array, a constant of the program.
-        told: what of the program being traced the rule is told, as keyword arguments that are None outside one: "platform", 'cpu', 'gpu' or
-            'tpu'; "reduce_dtype", in which gradients of weights, sums over what devices share, are to be summed (None: their own).
-        by_origin: in a trace the rule looks at what its operands were made from: what it recorded for others does not stand for them.
-        decides: name of a Scalar parameter, and a question about it with a yes or no. Where an optimizer's setting is given for it, the
-            rule is told the answer as keyword argument `decided` (the program then holds while the answer is the same); None elsewhere.
-        check: takes the rule's arguments, a random key left out, and raises torch's error where torch refuses them and its meta kernel
-            does not (those errors come by themselves); shapes, dtypes and static arguments are all it sees.
-        sharding: which dims belong together, "b t, b -> b t" (see `_split`); empty: XLA's propagation decides by the rule's operations.
-        source: `file:line` of the rule, or of its registration where the rule is a function of jax.
+        pointwise: promote the tensors like torch, and cast the result.
+        widened: with `pointwise`: compute 16-bit floats in float32. False if the op decides by values rounded to 16 bits, as in
+            comparisons with a number.
+        promoted: with `pointwise`: names of the tensor parameters that take part in promotion; empty: all.
+        whole: a composite op that is kept as one jax call; its gradient is `jax.vjp` of the rule.
+        random: the rule takes a PRNG key as its first argument.
+        static: names of Scalar parameters whose values the rule needs while tracing.
+        data_dependent: the shape of the result depends on values, always or if this function of the call's arguments returns True.
+            The rule then gets concrete arrays. In a trace, use of unknown values raises `TraceError`, unless the rule makes an
+            assumption about them (`assumed`).
+        updates: names of the tensor parameters that the op also writes to (running statistics). The rule returns their new values
+            after the op's results, or None if the argument is None.
+        host: names of tensor parameters that torch keeps on the CPU (batch sizes of a packed sequence). The rule gets their
+            values as a numpy array, which is a constant of the program.
+        told: properties of the traced program that the rule takes as keyword arguments; they are None outside a program. "platform":
+            'cpu', 'gpu' or 'tpu'. "reduce_dtype": dtype in which gradients of weights are summed over devices (None: their own).
+        by_origin: in a trace, the rule inspects how its operands were computed, so its equations are not reused for other operands.
+        decides: (name of a Scalar parameter, predicate of its value). If the argument is a setting of an optimizer, the rule gets the
+            result of the predicate as keyword argument `decided`, and the program is valid while the result stays the same. Else
+            `decided` is None.
+        check: takes the rule's arguments, without a random key, and raises torch's error where torch refuses them but its meta kernel
+            does not (errors of meta kernels are raised anyway). It sees only shapes, dtypes and static arguments.
+        sharding: names of the dims, "b t, b -> b t"; dims with the same name are sharded alike (see `_split`). Empty: XLA's
+            propagation shards the operations of the rule.
+        source: `file:line` of the rule, or of its registration if the rule is a function of jax.
     """
 
     op: OpOverload
@@ -90,15 +93,15 @@ class Lowering:
 
 
 _table: dict[OpOverload, Lowering] = {}
-_assumptions: ContextVar[list[tuple[Any, str, str]] | None] = ContextVar("what a rule without values assumes of them", default=None)
+_assumptions: ContextVar[list[tuple[Any, str, str]] | None] = ContextVar("assumptions about unknown values", default=None)
 
-# Overloads that not every supported torch has, and the version of torch they came with, or went with. Any other unknown name is a mistake.
+# Overloads that some supported versions of torch lack: the version that added, or removed, each. Any other unknown name is an error.
 SINCE = {"_upsample_lanczos2d_aa": "2.12", "_upsample_lanczos2d_aa_backward": "2.12"}
 UNTIL = {"cholesky": "2.14"}
 
 
 class Listener(Protocol):
-    """Told of lowerings that are added once the table's kernels are installed."""
+    """Notified of lowerings that are added after the kernels of the table were installed."""
 
     def refuse(self, op: OpOverload) -> None:
         """Raise if a kernel for `op` cannot be installed now."""
@@ -129,13 +132,16 @@ def lower(
 ) -> Callable[[Rule], Rule]:
     """Register the decorated rule for overloads such as `"add.Tensor"` (`"relu"` means `relu.default`) or `"mylib::op"`.
 
-    The kernel, its in-place and `out=` forms are there at once, for eager code and for programs, which are traced again.
-    A function that `torch.library.custom_op` made, and an overload (`torch.ops.mylib.op.default`), may stand for their names.
+    The kernel and its in-place and `out=` forms are available immediately, in eager code and in programs, which are traced again.
+
+    Args:
+        names: overloads by name. A function made by `torch.library.custom_op`, or an overload (`torch.ops.mylib.op.default`), is
+            accepted too. A name in `SINCE` or `UNTIL` that this version of torch lacks is skipped.
+        others: see the attributes of `Lowering`.
 
     Raises:
-        ValueError: the overload does not exist, has a lowering or a kernel already, or is a composite registered without
-            `whole=True` (a plain kernel for a composite would cut its gradient silently). Then none of the names is registered.
-            A name in `SINCE` or `UNTIL` that this torch is too old or too new for is left out instead.
+        ValueError: an overload does not exist, already has a lowering or a kernel, or is a composite registered without
+            `whole=True` (a plain kernel for a composite would silently cut its gradient). None of the names is then registered.
         TraceError: a function is being traced.
     """
 
@@ -157,7 +163,7 @@ def lower(
 
 
 def _add(lowerings: list[Lowering]) -> None:
-    """Put all of them into the table and tell the listeners, or raise and put none."""
+    """Add all of these lowerings to the table and notify the listeners, or raise and add none."""
     added: dict[OpOverload, Lowering] = {}
     for lowering in lowerings:
         op = lowering.op
@@ -183,12 +189,12 @@ def _overload_of(name: Any) -> OpOverload:
     op = getattr(name, "_opoverload", name)
     op = op.default if isinstance(op, OpOverloadPacket) else op
     if not isinstance(op, OpOverload):
-        raise ValueError(f'{name!r} is not an operator\n  fix: name it, as in @spmd.lowering.lower("mylib::op")')
+        raise ValueError(f'{name!r} is not an operator\n  fix: pass its name, as in @spmd.lowering.lower("mylib::op")')
     return op
 
 
 def _written(op: OpOverload) -> tuple[str, ...]:
-    """The tensors that an overload of a library writes, if it returns none of them."""
+    """Names of the tensors that an overload of a library writes to, if it returns none of them."""
     schema = op._schema
     if schema.name.startswith("aten::") or any(value.alias_info is not None for value in schema.returns):
         return ()
@@ -196,7 +202,7 @@ def _written(op: OpOverload) -> tuple[str, ...]:
 
 
 def _source(rule: Rule, caller: FrameType) -> str:
-    """`file:line` of the rule where it stands in the file that registers it, else of its registration (jax's own functions)."""
+    """`file:line` of the rule if the file that registers it also defines it, else of its registration (functions of jax)."""
     code = getattr(rule, "__code__", None)
     if code is not None and code.co_filename == caller.f_code.co_filename:
         return f"{code.co_filename}:{code.co_firstlineno}"
@@ -204,7 +210,11 @@ def _source(rule: Rule, caller: FrameType) -> str:
 
 
 def resolve(name: str) -> OpOverload:
-    """The overload that `"packet.overload"` names; namespace `aten` unless given as `"ns::packet.overload"`."""
+    """The overload named `"packet.overload"` (namespace `aten`) or `"ns::packet.overload"`.
+
+    Raises:
+        ValueError: it does not exist.
+    """
     namespace, _, rest = name.rpartition("::")
     packet, _, overload = rest.partition(".")
     try:
@@ -214,7 +224,7 @@ def resolve(name: str) -> OpOverload:
 
 
 def _no_such(name: str, namespace: str) -> str:
-    """The error's text for a name that no overload has, with the nearest one that does."""
+    """Error text for a name without an overload, with the nearest name that exists."""
     own = [n.removeprefix("aten::") for n in dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
     nearest = difflib.get_close_matches(name.removeprefix("aten::").removesuffix(".default"), own, 1, cutoff=0.5)
     if namespace == "aten":
@@ -227,7 +237,7 @@ def _no_such(name: str, namespace: str) -> str:
 
 
 def exists(name: str) -> bool:
-    """True if this torch has the overload (tables that span torch versions ask first)."""
+    """Whether this version of torch has the overload. Tables for several versions ask this first."""
     try:
         resolve(name)
     except ValueError:
@@ -236,13 +246,13 @@ def exists(name: str) -> bool:
 
 
 def is_of_other_torch(name: str) -> bool:
-    """True if this torch lacks the overload because it came with a later version or went with an earlier one, as the tables say."""
+    """Whether this version of torch lacks the overload and `SINCE` or `UNTIL` says so."""
     is_later, is_gone = name in SINCE and not torch_at_least(SINCE[name]), name in UNTIL and torch_at_least(UNTIL[name])
     return (is_later or is_gone) and not exists(name)
 
 
 def is_composite(op: OpOverload) -> bool:
-    """True if PyTorch differentiates the op through a C++ composite, so that a plain kernel would cut the gradient."""
+    """Whether PyTorch differentiates the op through a C++ composite. A plain kernel for it would cut the gradient."""
     return dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
@@ -252,12 +262,12 @@ def lowerings() -> dict[OpOverload, Lowering]:
 
 
 def num_lowerings() -> int:
-    """How many there are: another number means that programs may compute something else."""
+    """Number of lowerings. If it changes, programs may compute something else."""
     return len(_table)
 
 
 def listen(listener: Listener) -> None:
-    """From now on tell `listener` of each lowering that is added."""
+    """Notify `listener` of every lowering added from now on."""
     _listeners.append(listener)
 
 
@@ -266,12 +276,16 @@ def lookup(op: OpOverload) -> Lowering | None:
     return _table.get(op)
 
 
-MAY_BE_LIFTED = frozenset({"exponent", "correction", "alpha", "beta"})  # static, and their rules take a lifted number too
+MAY_BE_LIFTED = frozenset({"exponent", "correction", "alpha", "beta"})  # static parameters whose rules also accept a lifted number
 
 
 @contextmanager
 def assuming() -> Generator[list[tuple[Any, str, str]]]:
-    """While active, the rule of a data-dependent op has no values, and may assume what the program checks: (wrong, text, fix) each."""
+    """While active, rules of data-dependent ops may make assumptions about unknown values, which the program then checks.
+
+    Yields:
+        The assumptions so far: (0-dim bool that is True if the assumption is wrong, text of the error, its fix).
+    """
     made: list[tuple[Any, str, str]] = []
     token = _assumptions.set(made)
     try:
@@ -281,7 +295,12 @@ def assuming() -> Generator[list[tuple[Any, str, str]]]:
 
 
 def assumed(is_wrong: Callable[[], Any], text: str, fix: str) -> bool:
-    """Whether a rule that has no values may go on as if `is_wrong()`, a 0-dim bool, were false; `text` says what would be otherwise."""
+    """Assume that `is_wrong()`, a 0-dim bool, is False. Returns whether the rule may make the assumption (see `assuming`).
+
+    Args:
+        is_wrong: computes the negated assumption.
+        text, fix: the error if the assumption is wrong.
+    """
     made = _assumptions.get()
     if made is not None:
         made.append((is_wrong(), text, fix))
@@ -289,10 +308,10 @@ def assumed(is_wrong: Callable[[], Any], text: str, fix: str) -> bool:
 
 
 def is_static(number: Any) -> bool:
-    """True if a Scalar argument is a Python number, False if only the device knows it."""
+    """Whether a Scalar argument is a Python number. Otherwise it is lifted: only the device knows it."""
     return isinstance(number, (bool, int, float, complex))
 
 
 def scaled(array: Any, factor: Any) -> Any:
-    """`array * factor`, without the multiplication when the factor is the Python number one."""
+    """`array * factor`, without a multiplication if the factor is the Python number 1."""
     return array if is_static(factor) and factor == 1 else mul(array, factor)

@@ -1,4 +1,4 @@
-"""Activations and their `*_backward` ops, with torch's own choice of gradient at the kinks."""
+"""Activations and their `*_backward` ops. Where an activation has no derivative, the gradient is that of torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Scaled dot-product attention, kept whole, and the fused forms of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`.
+"""Scaled dot-product attention as one op, and the fused forms of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`.
 
-On an NVIDIA GPU, 16-bit attention of shapes that cuDNN takes runs as its fused kernel, and in a compiled step for TPUs bfloat16
-attention of shapes that jax's splash attention takes as that; everywhere else as two batched products around a softmax, which
-XLA shards over batch and heads.
+On NVIDIA GPUs, 16-bit attention of shapes that cuDNN supports runs as cuDNN's fused kernel. In compiled steps for TPUs, bfloat16
+attention of shapes that jax's splash attention supports runs as that kernel. Otherwise attention is two batched matmuls around a
+softmax, which XLA shards over batch and heads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmd.lowering import _splash, fused_attention
 from spmd.lowering._registry import lower
 from spmd.lowering.matmul import linear
 from spmd.lowering.norm import layer_norm, wide
-from spmd.lowering.random import thinned
+from spmd.lowering.random import with_dropout
 from spmd.lowering.softmax import safe_softmax
 
 
@@ -38,7 +38,7 @@ def scaled_dot_product_attention(
 ) -> Any:
     """softmax(q k^T * scale + mask) v; query [..., Hq, T, D], key [..., H, S, D], value [..., H, S, Dv].
 
-    A query with every key masked out gets zeros, as in torch.
+    The result is zero for a query whose keys are all masked, as in torch.
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
@@ -52,14 +52,14 @@ def scaled_dot_product_attention(
             key,
             value,
             cuda=lambda q, k, v: _cudnn(q, k, v, is_causal, factor),
-            # checkpoint: what only the branch not taken would keep for the backward must cost no memory
+            # checkpoint: otherwise residuals of the branch that is not taken would occupy memory until the backward
             default=jax.checkpoint(lambda q, k, v: _attention(key_, q, k, v, None, 0.0, is_causal, factor)[0]),
         )
     return _attention(key_, query, key, value, attn_mask, dropout_p, is_causal, factor)[0]
 
 
 def _cudnn_takes(query: Any, key: Any, value: Any, is_causal: bool) -> bool:
-    """Whether cuDNN's fused attention has these types and shapes."""
+    """Whether cuDNN's fused attention supports these dtypes and shapes."""
     return (
         query.dtype in (jnp.bfloat16, jnp.float16)
         and query.dtype == key.dtype == value.dtype
@@ -69,7 +69,7 @@ def _cudnn_takes(query: Any, key: Any, value: Any, is_causal: bool) -> bool:
         and query.shape[3] == key.shape[3] == value.shape[3]
         and query.shape[3] % 8 == 0
         and query.shape[3] <= 128
-        and (not is_causal or query.shape[2] == key.shape[2])  # cuDNN aligns the diagonals at the top left only for these
+        and (not is_causal or query.shape[2] == key.shape[2])  # cuDNN's causal mask starts at the top left only then
     )
 
 
@@ -80,9 +80,9 @@ def _cudnn(query: Any, key: Any, value: Any, is_causal: bool, factor: float) -> 
 
 
 def _attention(rng: Any, query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, factor: float) -> tuple[Any, Any]:
-    """(out, weights) by two products; scores and softmax in float32 for 16-bit floats."""
+    """(out, weights) by two matmuls. For 16-bit floats, scores and softmax are in float32."""
     groups = query.shape[-3] // key.shape[-3] if query.ndim > 2 and key.shape[-3] else 1
-    if groups > 1 and key.ndim == query.ndim:  # grouped queries: one more dim instead of repeated keys and values
+    if groups > 1 and key.ndim == query.ndim:  # grouped queries: an additional dim instead of repeated keys and values
         query = query.reshape(*query.shape[:-3], key.shape[-3], groups, *query.shape[-2:])
         key, value = key[..., None, :, :], value[..., None, :, :]
         if mask is not None and mask.ndim > 2:
@@ -95,8 +95,8 @@ def _attention(rng: Any, query: Any, key: Any, value: Any, mask: Any, dropout_p:
         scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask
     weights = jax.nn.softmax(scores, axis=-1) if mask is None else safe_softmax(scores, -1)
     if dropout_p > 0.0:
-        weights = thinned(rng, weights, dropout_p, weights.shape)
-    # values x weights, not the other way: the TPU compiler cut a strided value out in float32 before the product (6 MiB a layer of GPT-2)
+        weights = with_dropout(rng, weights, dropout_p, weights.shape)
+    # value^T @ weights^T, because for weights @ value the TPU compiler first copied the strided value in float32 (6 MiB per layer of GPT-2)
     out = jnp.swapaxes(jnp.matmul(jnp.swapaxes(value, -1, -2), jnp.swapaxes(weights.astype(value.dtype), -1, -2)), -1, -2)
     if groups > 1:
         out = out.reshape(*out.shape[:-4], -1, *out.shape[-2:])
@@ -123,7 +123,7 @@ def _scaled_dot_product_attention_math(
 
 
 def _key_mask(mask: Any, mask_type: int | None) -> Any:
-    """torch's masks, True where a key is hidden: [T, S] (type 0), [B, S] (type 1) or [B, H, T, S]; as what may be seen."""
+    """Mask of the visible keys from torch's mask of the hidden ones: [T, S] (type 0), [B, S] (type 1) or [B, H, T, S]."""
     if mask is None:
         return None
     hidden = mask.astype(bool)
@@ -135,7 +135,7 @@ def _key_mask(mask: Any, mask_type: int | None) -> Any:
 def _multi_head(
     query: Any, key: Any, value: Any, num_head: int, qkv_weight: Any, qkv_bias: Any, mask: Any, mask_type: int | None
 ) -> tuple[Any, Any]:
-    """(heads' outputs side by side [B, T, D], weights [B, H, T, S]); the three projections are stacked in one weight."""
+    """(outputs of the heads side by side [B, T, D], weights [B, H, T, S]). The three projections are stacked in one weight."""
     projections = jnp.split(qkv_weight, 3), jnp.split(qkv_bias, 3)
     q, k, v = (
         linear(x, w, b).reshape(*x.shape[:-1], num_head, -1).swapaxes(-2, -3)
@@ -161,7 +161,7 @@ def _native_multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> Any:
-    """What `nn.MultiheadAttention` calls in evaluation: (out [B, T, D], weights or None)."""
+    """The fast path of `nn.MultiheadAttention` in evaluation: (out [B, T, D], weights or None)."""
     heads, weights = _multi_head(query, key, value, num_head, qkv_weight, qkv_bias, mask, mask_type)
     out = linear(heads, proj_weight, proj_bias)
     if not need_weights:
@@ -192,7 +192,7 @@ def _transformer_encoder_layer_fwd(
     mask: Any = None,
     mask_type: int | None = None,
 ) -> Any:
-    """What `nn.TransformerEncoderLayer` calls in evaluation: attention and feed-forward, each with its residual and norm."""
+    """The fast path of `nn.TransformerEncoderLayer` in evaluation: attention and feed-forward, each with a residual and a norm."""
 
     def attended(x: Any) -> Any:
         return linear(_multi_head(x, x, x, num_heads, qkv_weight, qkv_bias, mask, mask_type)[0], proj_weight, proj_bias)
@@ -217,6 +217,6 @@ def _transformer_encoder_layer_fwd(
 
 @lower("_transform_bias_rescale_qkv")
 def _transform_bias_rescale_qkv(qkv: Any, qkv_bias: Any, num_heads: int) -> Any:
-    """[B, T, 3 D] to q / sqrt(d), k, v of [B, H, T, d]."""
+    """[B, T, 3 D] to q / sqrt(d), k and v, each [B, H, T, d]."""
     q, k, v = (x.reshape(*x.shape[:-1], num_heads, -1).swapaxes(-2, -3) for x in jnp.split(wide(qkv) + wide(qkv_bias), 3, axis=-1))
     return q / math.sqrt(q.shape[-1]), k, v

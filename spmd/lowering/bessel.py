@@ -1,6 +1,6 @@
-"""Bessel and Airy functions, evaluated by the rational and Chebyshev approximations that torch itself uses.
+"""Bessel and Airy functions by the rational and Chebyshev approximations that torch uses.
 
-Source: aten/src/ATen/native/Math.h of PyTorch 2.13 (after Cephes); the coefficients are copied from there, highest power first.
+Source: aten/src/ATen/native/Math.h of PyTorch 2.13 (after Cephes). The coefficients are copied from there, highest power first.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def _chebyshev(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Half of the Chebyshev series with these coefficients in the variable x/2 (Cephes' chbevl)."""
+    """The Chebyshev series with these coefficients at x / 2, its constant term halved (Cephes' `chbevl`)."""
     before, last, out = jnp.zeros_like(x), jnp.zeros_like(x), jnp.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         before, last = last, out
@@ -136,8 +136,8 @@ def _chebyshev(x: Any, coefficients: tuple[float, ...]) -> Any:
     return 0.5 * (out - before)
 
 
-def _far(x: Any, phase: float, tables: tuple[tuple[float, ...], ...], kind: int) -> Any:
-    """The asymptotic form beyond 5, of the first kind (cosine leads) or the second kind (sine leads)."""
+def _asymptotic(x: Any, phase: float, tables: tuple[tuple[float, ...], ...], kind: int) -> Any:
+    """The asymptotic form for x > 5, of the first kind (the cosine leads) or the second kind (the sine leads)."""
     pp, pq, qp, qq = tables
     w = (5.0 / x) * (5.0 / x)
     even = _polynomial(w, pp) / _polynomial(w, pq)
@@ -147,8 +147,8 @@ def _far(x: Any, phase: float, tables: tuple[tuple[float, ...], ...], kind: int)
     return wave * _SQRT_2_PI / jnp.sqrt(x)
 
 
-_J0_FAR = (_J0_PP, _J0_PQ, _J0_QP, _J0_QQ)
-_J1_FAR = (_J1_PP, _J1_PQ, _J1_QP, _J1_QQ)
+_J0_ASYMPTOTIC = (_J0_PP, _J0_PQ, _J0_QP, _J0_QQ)
+_J1_ASYMPTOTIC = (_J1_PP, _J1_PQ, _J1_QP, _J1_QQ)
 
 
 @lower("special_bessel_j0", pointwise=True)
@@ -157,7 +157,7 @@ def special_bessel_j0(self: Any) -> Any:
     xx = x * x
     near = (xx - 5.78318596294678452118e00) * (xx - 3.04712623436620863991e01) * _polynomial(xx, _J0_RP) / _polynomial(xx, _J0_RQ)
     near = jnp.where(x < 0.00001, 1.0 - xx / 4.0, near)
-    return jnp.where(x <= 5.0, near, _far(x, _PI_4, _J0_FAR, 1))
+    return jnp.where(x <= 5.0, near, _asymptotic(x, _PI_4, _J0_ASYMPTOTIC, 1))
 
 
 @lower("special_bessel_j1", pointwise=True)
@@ -165,12 +165,12 @@ def special_bessel_j1(self: Any) -> Any:
     x = jnp.abs(self)
     xx = x * x
     near = _polynomial(xx, _J1_RP) / _polynomial(xx, _J1_RQ) * x * (xx - 1.46819706421238932572e01) * (xx - 4.92184563216946036703e01)
-    out = jnp.where(x <= 5.0, near, _far(x, _3_PI_4, _J1_FAR, 1))
+    out = jnp.where(x <= 5.0, near, _asymptotic(x, _3_PI_4, _J1_ASYMPTOTIC, 1))
     return jnp.where(self < 0, -out, out)
 
 
-def _right_half(x: Any, out: Any, at_zero: float) -> Any:
-    """`out` for positive x, its limit at zero, NaN below."""
+def _on_positive(x: Any, out: Any, at_zero: float) -> Any:
+    """`out` for x > 0, its limit `at_zero` for 0, NaN for x < 0."""
     return jnp.where(x == 0, at_zero, jnp.where(x < 0, jnp.nan, out))
 
 
@@ -178,7 +178,7 @@ def _right_half(x: Any, out: Any, at_zero: float) -> Any:
 def special_bessel_y0(self: Any) -> Any:
     xx = self * self
     near = _polynomial(xx, _Y0_YP) / _polynomial(xx, _Y0_YQ) + _2_PI * jnp.log(self) * special_bessel_j0(self)
-    return jnp.where(self <= 5.0, _right_half(self, near, -jnp.inf), _far(self, _PI_4, _J0_FAR, 2))
+    return jnp.where(self <= 5.0, _on_positive(self, near, -jnp.inf), _asymptotic(self, _PI_4, _J0_ASYMPTOTIC, 2))
 
 
 @lower("special_bessel_y1", pointwise=True)
@@ -186,7 +186,7 @@ def special_bessel_y1(self: Any) -> Any:
     xx = self * self
     near = self * (_polynomial(xx, _Y1_YP) / _polynomial(xx, _Y1_YQ))
     near = near + _2_PI * (special_bessel_j1(self) * jnp.log(self) - 1.0 / self)
-    return jnp.where(self <= 5.0, _right_half(self, near, -jnp.inf), _far(self, _3_PI_4, _J1_FAR, 2))
+    return jnp.where(self <= 5.0, _on_positive(self, near, -jnp.inf), _asymptotic(self, _3_PI_4, _J1_ASYMPTOTIC, 2))
 
 
 @lower("special_spherical_bessel_j0", pointwise=True)
@@ -218,34 +218,34 @@ def _k1_near(x: Any) -> Any:
     return jnp.log(0.5 * x) * special_i1(x) + _chebyshev(x * x - 2.0, _K1_A) / x
 
 
-def _k_far(x: Any, coefficients: tuple[float, ...]) -> Any:
+def _k_asymptotic(x: Any, coefficients: tuple[float, ...]) -> Any:
     return _chebyshev(8.0 / x - 2.0, coefficients) / jnp.sqrt(x)
 
 
 @lower("special_modified_bessel_k0", pointwise=True)
 def special_modified_bessel_k0(self: Any) -> Any:
-    out = jnp.where(self <= 2.0, _k0_near(self), jnp.exp(-self) * _k_far(self, _K0_B))
-    return _right_half(self, out, jnp.inf)
+    out = jnp.where(self <= 2.0, _k0_near(self), jnp.exp(-self) * _k_asymptotic(self, _K0_B))
+    return _on_positive(self, out, jnp.inf)
 
 
 @lower("special_modified_bessel_k1", pointwise=True)
 def special_modified_bessel_k1(self: Any) -> Any:
-    out = jnp.where(self <= 2.0, _k1_near(self), jnp.exp(-self) * _k_far(self, _K1_B))
-    return _right_half(self, out, jnp.inf)
+    out = jnp.where(self <= 2.0, _k1_near(self), jnp.exp(-self) * _k_asymptotic(self, _K1_B))
+    return _on_positive(self, out, jnp.inf)
 
 
 @lower("special_scaled_modified_bessel_k0", pointwise=True)
 def special_scaled_modified_bessel_k0(x: Any) -> Any:
-    return _right_half(x, jnp.where(x <= 2.0, _k0_near(x) * jnp.exp(x), _k_far(x, _K0_B)), jnp.inf)
+    return _on_positive(x, jnp.where(x <= 2.0, _k0_near(x) * jnp.exp(x), _k_asymptotic(x, _K0_B)), jnp.inf)
 
 
 @lower("special_scaled_modified_bessel_k1", pointwise=True)
 def special_scaled_modified_bessel_k1(x: Any) -> Any:
-    return _right_half(x, jnp.where(x <= 2.0, _k1_near(x) * jnp.exp(x), _k_far(x, _K1_B)), jnp.inf)
+    return _on_positive(x, jnp.where(x <= 2.0, _k1_near(x) * jnp.exp(x), _k_asymptotic(x, _K1_B)), jnp.inf)
 
 
 def _airy_series() -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Coefficients in x^3 of the two Maclaurin series that Ai is a combination of; 16 terms reach float64 below 2.09."""
+    """Coefficients in x^3 of the two Maclaurin series that Ai combines. 16 terms give float64 precision below 2.09."""
     f, g = [1.0], [1.0]
     for k in range(1, 16):
         f.append(f[-1] / ((3 * k - 1) * (3 * k)))
@@ -255,7 +255,7 @@ def _airy_series() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 @lower("special_airy_ai", pointwise=True)
 def special_airy_ai(x: Any) -> Any:
-    """Oscillating asymptotic form below -2.09, decaying one from 2.09, Maclaurin series between."""
+    """An oscillating asymptotic form below -2.09, a decaying one from 2.09 on, and Maclaurin series in between."""
     root = jnp.sqrt(jnp.abs(x))
     zeta = 2.0 * jnp.abs(x) * root / 3.0
     z = 1.0 / zeta

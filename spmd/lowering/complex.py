@@ -1,4 +1,4 @@
-"""Complex numbers: their parts, conjugates and constructors. Lazy conjugation (`conj`) is a bit on the view, resolved on reading."""
+"""Complex numbers: parts, conjugates and constructors. Lazy conjugation (`conj`) is a bit of the view, resolved when it is read."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def angle(self: Any) -> Any:
     return jnp.where(jnp.isnan(self), self, jnp.where(self < 0, jnp.asarray(jnp.pi, self.dtype), jnp.zeros((), self.dtype)))
 
 
-def _are_parts(one: Any, other: Any) -> None:
+def _require_real_floats(one: Any, other: Any) -> None:
     if any(part.dtype not in (jnp.float16, jnp.float32, jnp.float64) for part in (one, other)):
         names: list[str] = [part.dtype.name for part in (one, other)]
-        kinds = " and ".join(_TORCHS_NAMES.get(name, name) for name in names)
+        kinds = " and ".join(_TORCH_NAMES.get(name, name) for name in names)
         raise RuntimeError(f"Expected both inputs to be Half, Float or Double tensors but got {kinds}")
 
 
-_TORCHS_NAMES = {"bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool"}
+_TORCH_NAMES = {"bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool"}
 
 
-@lower("complex", check=_are_parts)
+@lower("complex", check=_require_real_floats)
 def complex_(real: Any, imag: Any) -> Any:
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
-@lower("polar", check=_are_parts)
+@lower("polar", check=_require_real_floats)
 def polar(abs: Any, angle: Any) -> Any:
     return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
 

@@ -1,4 +1,4 @@
-"""Convolutions: one `conv_general_dilated` for every rank, transposed or not, grouped or not; backward by its transpose."""
+"""Convolutions: one `conv_general_dilated` for all ranks, transposed or not, grouped or not. The backward is its transpose."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from spmd.lowering._registry import lower
 from spmd.lowering.matmul import is_narrower
 
 
-def _spread(values: Any, count: int) -> tuple[int, ...]:
-    """One value per spatial dim, where torch also takes a single one for all."""
+def _per_dim(values: Any, count: int) -> tuple[int, ...]:
+    """One value per spatial dim. torch also accepts a single value for all of them."""
     return tuple(values) * count if len(values) == 1 else tuple(values)
 
 
-def _check(input: Any, weight: Any, transposed: bool, groups: int) -> None:
-    """torch's own complaint about channels that do not fit."""
+def _require_channels(input: Any, weight: Any, transposed: bool, groups: int) -> None:
+    """Raise torch's error for a wrong number of channels."""
     wanted = weight.shape[0] if transposed else weight.shape[1] * groups
     if input.shape[1] != wanted:
         raise RuntimeError(
@@ -28,7 +28,7 @@ def _check(input: Any, weight: Any, transposed: bool, groups: int) -> None:
 
 
 def _require_output(size: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any) -> None:
-    """torch's own complaint about a transposed convolution that gives nothing; of groups the CPU makes none."""
+    """Raise torch's error for a transposed convolution with an empty output. The CPU does not raise it for groups."""
     dims = zip(size, kernel, stride, padding, dilation, output_padding, strict=True)
     out = [(n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, d, more in dims]
     if min(out) <= 0:
@@ -38,12 +38,12 @@ def _require_output(size: Any, kernel: Any, stride: Any, padding: Any, dilation:
         )
 
 
-def _is_valid(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any) -> None:
+def _require_valid_padding(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any) -> None:
     if any(n < 0 for n in padding):
         raise RuntimeError("negative padding is not supported")
 
 
-@lower("convolution", "convolution_overrideable", check=_is_valid)
+@lower("convolution", "convolution_overrideable", check=_require_valid_padding)
 def convolution(
     input: Any,
     weight: Any,
@@ -55,12 +55,12 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    """input [N, C, ...], weight [O, C / groups, ...], or [C, O / groups, ...] if transposed; input may lack N."""
+    """input [N, C, ...] or [C, ...]; weight [O, C / groups, ...], or [C, O / groups, ...] if transposed."""
     rank = weight.ndim - 2
     if input.ndim == rank + 1:
         return convolution(input[None], weight, bias, stride, padding, dilation, transposed, output_padding, groups)[0]
-    _check(input, weight, transposed, groups)
-    stride, padding, dilation, output_padding = (_spread(values, rank) for values in (stride, padding, dilation, output_padding))
+    _require_channels(input, weight, transposed, groups)
+    stride, padding, dilation, output_padding = (_per_dim(values, rank) for values in (stride, padding, dilation, output_padding))
     if transposed and groups == 1 and input.size:
         _require_output(input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding)
     out = _convolved(input, weight, stride, padding, dilation, output_padding if transposed else None, groups)
@@ -76,7 +76,7 @@ def _convolved(
     output_padding: tuple[int, ...] | None,
     groups: int,
 ) -> Any:
-    """The convolution without bias; transposed if it has an output padding: a convolution over the input spread by stride."""
+    """The convolution without bias. With an output padding it is transposed: a convolution over the input dilated by the stride."""
     spatial = tuple(range(2, weight.ndim))
     numbers = lax.ConvDimensionNumbers((0, 1, *spatial), (0, 1, *spatial), (0, 1, *spatial))
     if output_padding is None:
@@ -89,7 +89,7 @@ def _convolved(
             dimension_numbers=numbers,
             feature_group_count=groups,
         )
-    if groups > 1:  # [G * I, O, ...] to [G * O, I, ...]: the channel dims change places within each group
+    if groups > 1:  # [G * I, O, ...] to [G * O, I, ...]: swap the channel dims within each group
         weight = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         weight = jnp.swapaxes(weight, 1, 2).reshape(-1, weight.shape[1], *weight.shape[3:])
     else:
@@ -122,16 +122,16 @@ def convolution_backward(
     output_mask: Any,
     reduce_dtype: Any = None,
 ) -> Any:
-    """Gradients of input, weight and bias, None where `output_mask` does not ask; a convolution is linear in each."""
+    """Gradients of input, weight and bias, None where `output_mask` is False. The convolution is linear in each of them."""
 
     def product(x: Any, w: Any) -> Any:
         return convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
 
-    if output_mask[1] and is_narrower(weight, reduce_dtype):  # lax has no convolution of narrow factors with a wide gradient
+    if output_mask[1] and is_narrower(weight, reduce_dtype):  # lax has no convolution of narrow operands with a wide result
         wide = (grad_output.astype(reduce_dtype), input.astype(reduce_dtype), weight.astype(reduce_dtype))
-        parts = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
-        _, grad_weight, _ = convolution_backward(*wide, *parts, (False, True, False))
-        grad_input, _, grad_bias = convolution_backward(grad_output, input, weight, *parts, (output_mask[0], False, output_mask[2]))
+        settings = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
+        _, grad_weight, _ = convolution_backward(*wide, *settings, (False, True, False))
+        grad_input, _, grad_bias = convolution_backward(grad_output, input, weight, *settings, (output_mask[0], False, output_mask[2]))
         return grad_input, grad_weight, grad_bias
     grad_input = jax.linear_transpose(lambda x: product(x, weight), input)(grad_output)[0] if output_mask[0] else None
     grad_weight = jax.linear_transpose(lambda w: product(input, w), weight)(grad_output)[0] if output_mask[1] else None
@@ -143,6 +143,6 @@ def convolution_backward(
 
 @lower("conv_tbc")
 def conv_tbc(self: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
-    """One-dimensional over time: self [T, B, I], weight [K, I, O]."""
+    """One-dimensional convolution over time: self [T, B, I], weight [K, I, O]."""
     numbers = lax.conv_dimension_numbers(self.shape, weight.shape, ("HNC", "HIO", "HNC"))
     return lax.conv_general_dilated(self, weight, (1,), [(pad, pad)], dimension_numbers=numbers) + bias

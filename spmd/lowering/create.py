@@ -75,7 +75,7 @@ def zero(self: Any) -> Any:
 
 @lower("arange.start_step", static=("start", "end", "step"))
 def arange_start_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Any:
-    if dtype == jnp.int64:  # torch counts in it too: whole steps to the whole end
+    if dtype == jnp.int64:  # like torch, which truncates all three to integers first
         start, end, step = int(start), int(end), int(step)
     if all(isinstance(number, int) for number in (start, end, step)):
         count, wide = -((start - end) // step), jnp.int64
@@ -83,8 +83,8 @@ def arange_start_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None)
         count, wide = math.ceil((end - start) / step), jnp.float64
         wide = jnp.int64 if jnp.issubdtype(dtype, jnp.integer) else wide
         start, step = (int(start), int(step)) if wide == jnp.int64 else (start, step)
-    places = lax.iota(wide, max(count, 0))
-    return (places if (start, step) == (0, 1) else places * step + start).astype(dtype)
+    indices = lax.iota(wide, max(count, 0))
+    return (indices if (start, step) == (0, 1) else indices * step + start).astype(dtype)
 
 
 @lower("arange.start", static=("start", "end"))
@@ -99,7 +99,7 @@ def arange(end: Any, *, dtype: Any = None) -> Any:
 
 @lower("range.step", static=("start", "end", "step"))
 def range_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Any:
-    """Deprecated in torch: `end` is part of it."""
+    """Like `arange`, but includes `end`. Deprecated in torch."""
     count = math.floor((end - start) / step) + 1
     return (jnp.asarray(start, dtype) + lax.iota(jnp.int64, max(count, 0)).astype(dtype) * jnp.asarray(step, dtype)).astype(dtype)
 
@@ -111,7 +111,7 @@ def range_(start: Any, end: Any, *, dtype: Any = None) -> Any:
 
 @lower("linspace", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
-    """From both ends inwards, as torch computes it, so that the ends are exact."""
+    """Computed from both ends inwards, like torch, so that both ends are exact."""
     exact = jnp.float64 if jnp.issubdtype(dtype, jnp.integer) else dtype
     wide = jnp.promote_types(exact, jnp.float32)
     start, end = jnp.asarray(start).astype(wide), jnp.asarray(end).astype(wide)
@@ -120,8 +120,8 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
     if jnp.issubdtype(dtype, jnp.integer):
         start, end = jnp.trunc(start), jnp.trunc(end)
     step = (end - start) / (steps - 1)
-    places = lax.iota(jnp.int64, steps)
-    return jnp.where(places < steps // 2, start + step * places, end - step * (steps - 1 - places)).astype(dtype)
+    indices = lax.iota(jnp.int64, steps)
+    return jnp.where(indices < steps // 2, start + step * indices, end - step * (steps - 1 - indices)).astype(dtype)
 
 
 @lower("logspace", "logspace.Tensor_Tensor", "logspace.Tensor_Scalar", "logspace.Scalar_Tensor", static=("base",))
@@ -137,8 +137,8 @@ def kaiser_window(window_length: int, periodic: bool = True, beta: float = 12.0,
     if window_length <= 1:
         return jnp.ones(window_length, dtype)
     middle = (window_length if periodic else window_length - 1) / 2
-    places = (lax.iota(jnp.float64, window_length) - middle) / middle
-    return (i0(beta * jnp.sqrt(1 - places**2)) / i0(jnp.float64(beta))).astype(dtype)
+    indices = (lax.iota(jnp.float64, window_length) - middle) / middle
+    return (i0(beta * jnp.sqrt(1 - indices**2)) / i0(jnp.float64(beta))).astype(dtype)
 
 
 @lower("eye")

@@ -1,7 +1,7 @@
-"""Connectionist temporal classification: the alpha recursion as one scan over time, with torch's own gradient.
+"""Connectionist temporal classification: the alpha recursion as one scan over time, with torch's gradient.
 
-torch's gradient with respect to the log probabilities is softmax minus posterior, which equals the true one only behind
-a log_softmax; so it is not `jax.vjp` of the loss, and is written out.
+torch's gradient of the log probabilities is softmax minus posterior. This equals the true gradient only if they are the output of
+a log_softmax, so the gradient is implemented explicitly and is not `jax.vjp` of the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NONE, _MEAN = 0, 1
 
 
 def _padded_targets(targets: Any, lengths: Any, batch: int) -> Any:
-    """Targets as [batch, longest]; torch also takes them concatenated into one dimension."""
+    """Targets as [batch, longest]. torch also accepts them concatenated into one dim."""
     if targets.ndim == 2:
         return targets
     if batch == 1:
@@ -32,12 +32,12 @@ def _padded_targets(targets: Any, lengths: Any, batch: int) -> Any:
 
 
 def _lengths(lengths: Any) -> Any:
-    """Lengths as an array; those that Python knows stay numpy."""
+    """Lengths as an array, of numpy if they are Python numbers."""
     return np.asarray(lengths, np.int64) if isinstance(lengths, tuple | list) else lengths.astype(jnp.int64)
 
 
 def _log_sum(terms: Any) -> Any:
-    """log of the sum of exp over the first dim; where every term is -inf so is the result, with gradient zero and not nan."""
+    """log(sum(exp)) over the first dim. If all terms are -inf, so is the result, and the gradient is 0 instead of NaN."""
     x = jnp.stack(terms) if isinstance(terms, tuple) else terms
     largest = lax.stop_gradient(jnp.max(x, 0))
     shift = jnp.where(jnp.isneginf(largest), jnp.zeros((), x.dtype), largest)
@@ -47,7 +47,7 @@ def _log_sum(terms: Any) -> Any:
 
 
 def _alphas(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int) -> tuple[Any, Any]:
-    """(negative log likelihood [B], log alpha [B, T, 2 S + 1]) of log_probs [T, B, C] and targets [B, S]."""
+    """(negative log likelihood [B], log alpha [B, T, 2 S + 1]) for log_probs [T, B, C] and targets [B, S]."""
     num_steps, batch, _ = log_probs.shape
     width = 2 * targets.shape[1] + 1
     labels = jnp.full((batch, width), blank, targets.dtype).at[:, 1::2].set(targets)
@@ -77,7 +77,7 @@ def _alphas(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: An
 
 
 def _gradient(grad: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
-    """(softmax - posterior) times `grad` [B], zero after each input's end, and where asked zero where the loss is infinite."""
+    """(softmax - posterior) times `grad` [B]. Zero after the end of each input and, with `zero_infinity`, for an infinite loss."""
 
     def loss(x: Any) -> Any:
         return _alphas(x, targets, input_lengths, target_lengths, blank)[0]
@@ -125,7 +125,7 @@ def _ctc_loss_backward(
 
 
 def _plain_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
-    """Negative log likelihoods; `_loss` is the same with torch's gradient."""
+    """Negative log likelihoods. `_loss` is the same function with torch's gradient."""
     return _alphas(log_probs, targets, input_lengths, target_lengths, blank)[0]
 
 
@@ -153,7 +153,7 @@ def ctc_loss(
     reduction: int = _MEAN,
     zero_infinity: bool = False,
 ) -> Any:
-    """Kept whole because C++'s composite reads the lengths on the host."""
+    """Kept whole because torch's C++ composite reads the lengths on the host."""
     x = wide(log_probs) if log_probs.ndim == 3 else wide(log_probs)[:, None]
     inputs, lengths = _lengths(input_lengths).reshape(-1), _lengths(target_lengths).reshape(-1)
     _check_lengths(x.shape[1], inputs, lengths)

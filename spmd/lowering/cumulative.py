@@ -1,4 +1,4 @@
-"""Running reductions along one dim."""
+"""Cumulative reductions along one dim."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cummin(self: Any, dim: int) -> Any:
 
 
 def _running_extreme(self: Any, dim: int, extreme: Any) -> Any:
-    """Extremes so far and where they stand: the last of equals, and the last NaN once there is one, as in torch."""
+    """(cumulative extremes, their positions): of equal elements the last, and after a NaN the last NaN, as in torch."""
     if self.ndim == 0 or self.size == 0:
         return self, jnp.zeros(self.shape, jnp.int64)
     dim %= self.ndim
@@ -54,5 +54,5 @@ def _running_extreme(self: Any, dim: int, extreme: Any) -> Any:
     is_one = self == found
     if jnp.issubdtype(self.dtype, jnp.floating):
         is_one |= jnp.isnan(self)
-    places = lax.broadcasted_iota(jnp.int64, self.shape, dim)
-    return found, lax.cummax(jnp.where(is_one, places, 0), dim)
+    indices = lax.broadcasted_iota(jnp.int64, self.shape, dim)
+    return found, lax.cummax(jnp.where(is_one, indices, 0), dim)

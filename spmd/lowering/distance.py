@@ -1,4 +1,4 @@
-"""Distances between all pairs of rows, of two matrices or of one."""
+"""Distances between all pairs of rows of two matrices, or of one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spmd.lowering._registry import lower
 
 @lower("_cdist_forward")
 def _cdist_forward(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
-    """p-norm of every row of `x1` [..., P, M] minus every row of `x2` [..., R, M]: [..., P, R]."""
+    """p-norms of the differences between rows of `x1` [..., P, M] and rows of `x2` [..., R, M]: [..., P, R]."""
     difference = x1[..., :, None, :] - x2[..., None, :, :]
-    if p == float("inf"):  # there, and only there, torch's CPU passes over NaN
+    if p == float("inf"):  # only for this norm does torch's CPU kernel ignore NaN
         difference = jnp.where(jnp.isnan(difference), 0, difference)
     return _norm(difference, p)
 
@@ -38,7 +38,7 @@ def _norm(difference: Any, p: float) -> Any:
 
 @lower("_cdist_backward")
 def _cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
-    """Gradient with respect to `x1`; a pair at distance zero has none."""
+    """Gradient of `x1`. A pair at distance zero contributes nothing."""
     if p == 0:
         return jnp.zeros_like(x1)
     batch = jnp.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
@@ -47,14 +47,14 @@ def _cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
 
 @lower("_pdist_forward")
 def _pdist_forward(self: Any, p: float = 2) -> Any:
-    """p-norm of every row of `self` [N, M] minus every later row: [N * (N - 1) / 2]."""
+    """p-norms of the differences between each row of `self` [N, M] and each later row: [N * (N - 1) / 2]."""
     row, later = np.triu_indices(self.shape[0], 1)
     return _norm(self[row] - self[later], p)
 
 
 @lower("_pdist_backward")
 def _pdist_backward(grad: Any, self: Any, p: float, pdist: Any) -> Any:
-    """A pair at distance zero has none."""
+    """Gradient of `self`. A pair at distance zero contributes nothing."""
     if p == 0:
         return jnp.zeros_like(self)
     return jax.vjp(lambda x: _pdist_forward(x, p), self)[1](grad)[0]

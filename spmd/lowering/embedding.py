@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table by id, one by one or reduced over bags of ids."""
+"""Embeddings: rows of a table selected by id, one by one or reduced over bags of ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def embedding_dense_backward(
 ) -> Any:
     if is_narrower(grad_output, reduce_dtype):
         grad_output = grad_output.astype(reduce_dtype)
-    rows = grad_output  # not flattened: the dims of the ids may be split over different axes
+    rows = grad_output  # not flattened: the dims of the ids may be sharded over different axes
     if scale_grad_by_freq:
         rows = rows / _frequency(indices, num_weights, rows.dtype)[..., None]
     if padding_idx >= 0:
@@ -33,13 +33,13 @@ def embedding_dense_backward(
 
 
 def _frequency(ids: Any, num_weights: int, dtype: Any) -> Any:
-    """For each id how often it occurs among all of them."""
+    """For each id, the number of its occurrences in `ids`."""
     return jnp.zeros((num_weights,), dtype).at[ids].add(1)[ids]
 
 
 @lower("embedding_renorm")
 def embedding_renorm(self: Any, indices: Any, max_norm: float, norm_type: float) -> Any:
-    """Rows that are used and longer than `max_norm` shrink to it."""
+    """Scale the used rows whose norm exceeds `max_norm` down to it."""
     used = jnp.zeros((self.shape[0],), bool).at[indices.reshape(-1)].set(True)
     length = jnp.linalg.norm(self, norm_type, axis=1)
     factor = jnp.where(used & (length > max_norm), max_norm / (length + 1e-7), 1.0)
@@ -58,7 +58,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """(output [bags, width], bag of each id, ids per bag, for `max` the id that won each element)."""
+    """(output [bags, width], bag of each id, ids per bag, and for mode `max` the id whose row has the largest element)."""
     num_bags = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
     starts = offsets[:num_bags]
     bags = (jnp.searchsorted(starts, jnp.arange(indices.shape[0], dtype=starts.dtype), side="right") - 1).astype(indices.dtype)
@@ -83,7 +83,7 @@ def _embedding_bag(
     return out, bags, sizes, jnp.zeros((0,), indices.dtype)
 
 
-def _is_dense(
+def _refuse_sparse(
     grad: Any,
     indices: Any,
     offsets: Any,
@@ -96,13 +96,13 @@ def _is_dense(
     sparse: bool,
     *rest: Any,
 ) -> None:
-    """The gradient of a table has the dense layout, with which optimizers do other things than with the sparse one."""
+    """Refuse `sparse=True`. The gradient here is dense, and optimizers treat a dense gradient differently from a sparse one."""
     if sparse:
         what = "the gradient of embedding_bag(sparse=True) is a sparse tensor: device 'jax' has dense tensors alone"
         raise UnsupportedOpError(message(what, *called_at(), fix="sparse=False"))
 
 
-@lower("_embedding_bag_backward", check=_is_dense)
+@lower("_embedding_bag_backward", check=_refuse_sparse)
 def _embedding_bag_backward(
     grad: Any,
     indices: Any,

@@ -1,4 +1,4 @@
-"""Fourier transforms: the three ATen primitives that every function of `torch.fft`, `stft` and `istft` ends in."""
+"""Fourier transforms: the three ATen primitives on which `torch.fft`, `stft` and `istft` are built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spmd.lowering._registry import lower
 
 _NONE, _BY_ROOT, _BY_COUNT = 0, 1, 2
-_MAX_DIMS = 3  # of one XLA transform
+_MAX_DIMS = 3  # that one XLA transform supports
 
 
 def _normalised(out: Any, count: int, normalization: int) -> Any:

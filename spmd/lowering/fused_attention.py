@@ -1,10 +1,10 @@
-"""Attention as two operations of jax, `attention_p` and `attention_grad_p`, that a platform may compute without holding the scores.
+"""Attention as two jax primitives, `attention_p` and `attention_grad_p`, which a platform can compute without storing the scores.
 
-Their own meaning is the two products around a softmax; `spmd.lowering._splash` has TPU kernels for them. They are one equation
-each until a program is lowered, so that what needs to know how their arguments will be sharded can ask the partitioner first
+By default they lower to two matmuls around a softmax; `spmd.lowering._splash` has TPU kernels for them. Each stays one equation
+until the program is lowered, so that the partitioner can first determine how its arguments are sharded
 (`spmd.program.xla._partition`).
 
-    B batch   H heads of queries   K heads of keys and values, each for H/K heads of queries   T queries   S keys   D width of a head
+    B batch   H query heads   K key/value heads, each for H/K query heads   T queries   S keys   D head size
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ attention_grad_p = Primitive("attention_grad")
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool, scale: float) -> jax.Array:
-    """softmax(q k^T * scale) v; query [B, H, T, D], key and value [B, K, S, D]; causal from the top left, as in torch."""
+    """softmax(q k^T * scale) v; query [B, H, T, D], key and value [B, K, S, D]. A causal mask starts at the top left, as in torch."""
     return attention_p.bind(query, key, value, is_causal=is_causal, scale=scale)[0]
 
 
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool, scale: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    out, norm = attention_p.bind(query, key, value, is_causal=is_causal, scale=scale)
-    return out, (query, key, value, out, norm)
+    out, logsumexp = attention_p.bind(query, key, value, is_causal=is_causal, scale=scale)
+    return out, (query, key, value, out, logsumexp)
 
 
-def _backward(is_causal: bool, scale: float, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(attention_grad_p.bind(*kept, grad, is_causal=is_causal, scale=scale))
+def _backward(is_causal: bool, scale: float, residuals: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(attention_grad_p.bind(*residuals, grad, is_causal=is_causal, scale=scale))
 
 
 attention.defvjp(_forward, _backward)
 
 
 def scores(query: jax.Array, key: jax.Array, is_causal: bool, scale: float) -> jax.Array:
-    """q k^T * scale in float32 or wider, [..., T, S]; minus infinity where a query may not see the key."""
-    found = jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=_accumulated(query)) * scale
+    """q k^T * scale in float32 or wider, [..., T, S]; -inf where the causal mask hides the key."""
+    product = jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=_accumulation_dtype(query)) * scale
     if is_causal:
-        rows = lax.broadcasted_iota(jnp.int32, found.shape[-2:], 0)
-        columns = lax.broadcasted_iota(jnp.int32, found.shape[-2:], 1)
-        found = jnp.where(columns <= rows, found, -jnp.inf)
-    return found
+        rows = lax.broadcasted_iota(jnp.int32, product.shape[-2:], 0)
+        columns = lax.broadcasted_iota(jnp.int32, product.shape[-2:], 1)
+        product = jnp.where(columns <= rows, product, -jnp.inf)
+    return product
 
 
-def _accumulated(query: Any) -> Any:
+def _accumulation_dtype(query: Any) -> Any:
     return jnp.promote_types(query.dtype, jnp.float32)
 
 
@@ -61,30 +61,38 @@ def _grouped(x: jax.Array, num_groups: int) -> jax.Array:
 
 
 def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, scale: float) -> list[jax.Array]:
-    """What `attention_p` means: [out [B, H, T, D], log of the softmax's denominators [B, H, T], in float32 or wider]."""
-    found = scores(_grouped(query, key.shape[1]), key[:, :, None], is_causal, scale)
-    norm = jax.nn.logsumexp(found, axis=-1, keepdims=True)
-    out = jnp.matmul(jnp.exp(found - norm).astype(value.dtype), value[:, :, None])
-    return [out.reshape(query.shape), norm.reshape(query.shape[:-1])]
+    """Reference for `attention_p`: [out [B, H, T, D], logsumexp of the scores [B, H, T], in float32 or wider]."""
+    grouped = scores(_grouped(query, key.shape[1]), key[:, :, None], is_causal, scale)
+    logsumexp = jax.nn.logsumexp(grouped, axis=-1, keepdims=True)
+    out = jnp.matmul(jnp.exp(grouped - logsumexp).astype(value.dtype), value[:, :, None])
+    return [out.reshape(query.shape), logsumexp.reshape(query.shape[:-1])]
 
 
 def plain_attention_grad(
-    query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array, norm: jax.Array, grad: jax.Array, *, is_causal: bool, scale: float
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    grad: jax.Array,
+    *,
+    is_causal: bool,
+    scale: float,
 ) -> list[jax.Array]:
-    """What `attention_grad_p` means: gradients of query, key and value from that of `out`; the weights are computed anew."""
+    """Reference for `attention_grad_p`: gradients of query, key and value from that of `out`. The weights are recomputed."""
     q, o, g = (_grouped(x, key.shape[1]) for x in (query, out, grad))
-    weights = jnp.exp(scores(q, key[:, :, None], is_causal, scale) - _grouped(norm, key.shape[1])[..., None])
+    weights = jnp.exp(scores(q, key[:, :, None], is_causal, scale) - _grouped(logsumexp, key.shape[1])[..., None])
     product = partial(jnp.einsum, preferred_element_type=weights.dtype)
-    of_weights = product("bkgtd,bksd->bkgts", g, value) - product("bkgtd,bkgtd->bkgt", g, o)[..., None]
-    of_scores = (weights * of_weights * scale).astype(query.dtype)
-    of_query = product("bkgts,bksd->bkgtd", of_scores, key).reshape(query.shape)
-    of_key = product("bkgts,bkgtd->bksd", of_scores, q)
-    of_value = product("bkgts,bkgtd->bksd", weights.astype(value.dtype), g)
-    return [of_query.astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype)]
+    grad_weights = product("bkgtd,bksd->bkgts", g, value) - product("bkgtd,bkgtd->bkgt", g, o)[..., None]
+    grad_scores = (weights * grad_weights * scale).astype(query.dtype)
+    grad_query = product("bkgts,bksd->bkgtd", grad_scores, key).reshape(query.shape)
+    grad_key = product("bkgts,bkgtd->bksd", grad_scores, q)
+    grad_value = product("bkgts,bkgtd->bksd", weights.astype(value.dtype), g)
+    return [grad_query.astype(query.dtype), grad_key.astype(key.dtype), grad_value.astype(value.dtype)]
 
 
 def _shapes(query: Any, key: Any, value: Any, **_: Any) -> list[Any]:
-    return [query.update(weak_type=False), query.update(shape=query.shape[:-1], dtype=_accumulated(query), weak_type=False)]
+    return [query.update(weak_type=False), query.update(shape=query.shape[:-1], dtype=_accumulation_dtype(query), weak_type=False)]
 
 
 def _grad_shapes(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> list[Any]:
@@ -92,7 +100,7 @@ def _grad_shapes(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> list[A
 
 
 def _derivative(plain: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
-    """Of the plain meaning: what second and higher derivatives ask for."""
+    """JVP rule of a primitive: the derivative of its reference, for second and higher derivatives."""
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
         filled = [ad.instantiate_zeros(t) for t in tangents]
@@ -102,7 +110,7 @@ def _derivative(plain: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
 
 
 def _batched(primitive: Primitive) -> Callable[..., Any]:
-    """One batch more is a larger batch."""
+    """Batching rule of a primitive, which merges the new dim into the batch dim."""
 
     def rule(args: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)

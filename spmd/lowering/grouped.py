@@ -1,7 +1,7 @@
-"""Matrix products of consecutive groups of rows of different sizes, as the experts of a mixture make them.
+"""Matrix products of consecutive groups of rows of different sizes, as in a mixture of experts.
 
-`offs` holds the end of each group, so the product never needs a size on the host: it is `lax.ragged_dot`, which TPUs and GPUs have
-kernels for. Rows after the last group belong to none; torch leaves them undefined, here they are zero.
+`offs` contains the end of each group, so no group size is needed on the host. The product is `lax.ragged_dot`, for which TPUs and GPUs
+have kernels. Rows after the last group belong to no group; their results are undefined in torch, and zero here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from spmd.lowering._registry import lower
 
 @lower("_grouped_mm")
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """The dim that `offs` (int [groups]) splits: rows of self [m, k] with mat2 [groups, k, n]; columns of mat2 [k, n] with
-    self [groups, m, k]; or k of self [m, k] and mat2 [k, n], which gives [groups, m, n]. Two 3-d tensors have no `offs`."""
+    """Product of the groups; `offs` (int [groups]) splits the dim that the ranks determine.
+
+    self [m, k] and mat2 [groups, k, n]: the rows of self.
+    self [groups, m, k] and mat2 [k, n]: the columns of mat2.
+    self [m, k] and mat2 [k, n]: k; the result is [groups, m, n].
+    self and mat2 both 3-d: nothing; `offs` is None.
+    """
     if self.ndim == 3 and mat2.ndim == 3:
         out = jnp.matmul(self, mat2)
     else:

@@ -1,6 +1,6 @@
-"""Linear algebra: factorisations and what follows from them. Gradients are torch's own formulas over these results.
+"""Linear algebra: factorisations and the ops that are built on them. Gradients are torch's own formulas over these results.
 
-A factorisation that fails gives NaN and a nonzero `info`; there is no LDL factorisation in jax.
+A factorisation that fails gives NaN and a nonzero `info`. jax has no LDL factorisation; ours is in `ldl`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def _adjoint(x: Any) -> Any:
 
 
 def _empty(x: Any) -> Any:
-    """What torch returns for a result that was not asked for."""
+    """torch's value for a result that is not requested."""
     return jnp.zeros((0,), x.dtype)
 
 
 def _failed(x: Any) -> Any:
-    """1 for each matrix of a batch that has a NaN, else 0."""
+    """1 for each matrix of a batch that contains a NaN, else 0."""
     return jnp.any(jnp.isnan(x), axis=(-1, -2)).astype(jnp.int32)
 
 
@@ -100,7 +100,7 @@ def linalg_householder_product(input: Any, tau: Any) -> Any:
 
 @lower("ormqr")
 def ormqr(self: Any, input2: Any, input3: Any, left: bool = True, transpose: bool = False) -> Any:
-    """(the orthogonal matrix of the reflectors `self` and `input2`) times `input3`, or the other way round."""
+    """Q @ input3, or input3 @ Q if not `left`, with the orthogonal Q of the reflectors `self` and `input2`."""
     rows, count = self.shape[-2:]
     if input3.size == 0:
         return input3
@@ -113,13 +113,13 @@ def ormqr(self: Any, input2: Any, input3: Any, left: bool = True, transpose: boo
 @lower("_linalg_svd")
 def _linalg_svd(A: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> Any:
     if A.size == 0:
-        return _svd_of_nothing(A, full_matrices, compute_uv)
+        return _empty_svd(A, full_matrices, compute_uv)
     if not compute_uv:
         return _empty(A), jnp.linalg.svd(A, compute_uv=False), _empty(A)
     return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
 
 
-def _svd_of_nothing(A: Any, full_matrices: bool, compute_uv: bool) -> Any:
+def _empty_svd(A: Any, full_matrices: bool, compute_uv: bool) -> Any:
     *batch, rows, columns = A.shape
     small = min(rows, columns)
     values = jnp.zeros((*batch, small), jnp.finfo(A.dtype).dtype)
@@ -140,7 +140,7 @@ def _linalg_eigh(A: Any, UPLO: str = "L", compute_v: bool = True) -> Any:
 
 @lower("linalg_eig")
 def linalg_eig(self: Any) -> Any:
-    """jax has it on CPU only."""
+    """Eigendecomposition. jax has it only on CPU."""
     if self.size == 0:
         wide = jnp.promote_types(self.dtype, jnp.complex64)
         return jnp.zeros(self.shape[:-1], wide), self.astype(wide)
@@ -163,7 +163,7 @@ def linalg_matrix_exp(self: Any) -> Any:
 
 @lower("linalg_lstsq")
 def linalg_lstsq(self: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> Any:
-    """Least squares by the singular value decomposition, whatever the driver: also right for matrices without full rank."""
+    """Least squares by singular value decomposition for every driver, which is correct for rank-deficient matrices too."""
     rows, columns = self.shape[-2:]
     is_vector = b.ndim == self.ndim - 1 and b.shape == self.shape[:-1]
     right = b[..., None] if is_vector else b

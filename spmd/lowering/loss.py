@@ -1,4 +1,4 @@
-"""Losses. Those over classes are masked sums, not gathers, so that a vocabulary sharded over an axis stays sharded."""
+"""Losses. Losses over classes are masked sums instead of gathers, so that a vocabulary sharded over an axis stays sharded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _reduced(loss: Any, reduction: int) -> Any:
     return jnp.mean(loss) if reduction == _MEAN else jnp.sum(loss)
 
 
-def _spread_back(grad_output: Any, like: Any, reduction: int) -> Any:
-    """The gradient of each element's loss before reduction."""
+def _gradient_per_element(grad_output: Any, like: Any, reduction: int) -> Any:
+    """Gradient of each element's loss before the reduction."""
     g = wide(grad_output)
     return g / max(like.size, 1) if reduction == _MEAN else g
 
 
 def _elementwise(name: str, loss: Callable[..., Any]) -> None:
-    """Register `name`(self, target, reduction, *numbers) and its backward, which takes the gradient first."""
+    """Register `name`(self, target, reduction, *numbers) and its backward, whose first argument is the gradient."""
 
     def forward(self: Any, target: Any, reduction: int = _MEAN, *numbers: Any) -> Any:
         return _reduced(loss(wide(self), wide(target), *numbers), reduction)
@@ -36,7 +36,7 @@ def _elementwise(name: str, loss: Callable[..., Any]) -> None:
     def backward(grad_output: Any, self: Any, target: Any, reduction: int, *numbers: Any) -> Any:
         x, y = jnp.broadcast_arrays(wide(self), wide(target))
         slope = jax.vjp(lambda x: loss(x, y, *numbers), x)[1](jnp.ones_like(x))[0]
-        return slope * _spread_back(grad_output, x, reduction)
+        return slope * _gradient_per_element(grad_output, x, reduction)
 
     lower(name)(forward)
     lower(f"{name}_backward")(backward)
@@ -47,7 +47,7 @@ def _squared(x: Any, y: Any) -> Any:
 
 
 def _distance(x: Any, y: Any) -> Any:
-    """|x - y|, with the gradient that its sign is: NaN for NaN."""
+    """|x - y|, whose gradient is the sign of x - y, and NaN for NaN."""
     return (x - y) * jax.lax.stop_gradient(jnp.sign(x - y))
 
 
@@ -55,7 +55,7 @@ def _smooth_l1(x: Any, y: Any, beta: Any = 1.0) -> Any:
     distance = _distance(x, y)
     if beta == 0:
         return distance
-    near = jnp.where(distance < beta, x - y, 0)  # of infinity the square has no gradient that `where` could leave out
+    near = jnp.where(distance < beta, x - y, 0)  # for infinity the gradient of the square is NaN, also behind `where`
     return jnp.where(distance < beta, 0.5 * near * near / beta, distance - 0.5 * beta)
 
 
@@ -66,7 +66,7 @@ def _huber(x: Any, y: Any, delta: Any = 1.0) -> Any:
 
 
 def _soft_margin(x: Any, y: Any) -> Any:
-    return jnp.log1p(jnp.exp(-y * x))  # infinite from 89 on, as torch's
+    return jnp.log1p(jnp.exp(-y * x))  # infinite from 89 on, like torch's
 
 
 for _name, _loss in (("mse_loss", _squared), ("smooth_l1_loss", _smooth_l1), ("huber_loss", _huber), ("soft_margin_loss", _soft_margin)):
@@ -75,7 +75,7 @@ for _name, _loss in (("mse_loss", _squared), ("smooth_l1_loss", _smooth_l1), ("h
 
 @lower("binary_cross_entropy")
 def binary_cross_entropy(self: Any, target: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
-    """Logarithms are cut at -100, as torch does, so that a certain mistake costs a finite amount."""
+    """Logarithms are clamped at -100, like torch's, so that the loss of a wrong prediction with probability 1 is finite."""
     p, y = wide(self), wide(target)
     loss = (y - 1) * jnp.maximum(jnp.log1p(-p), -100.0) - y * jnp.maximum(jnp.log(p), -100.0)
     return _reduced(loss if weight is None else loss * weight, reduction)
@@ -84,7 +84,7 @@ def binary_cross_entropy(self: Any, target: Any, weight: Any = None, reduction: 
 @lower("binary_cross_entropy_backward")
 def binary_cross_entropy_backward(grad_output: Any, self: Any, target: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
     p, y = wide(self), wide(target)
-    grad = _spread_back(grad_output, self, reduction) * (p - y) / jnp.maximum((1 - p) * p, 1e-12)
+    grad = _gradient_per_element(grad_output, self, reduction) * (p - y) / jnp.maximum((1 - p) * p, 1e-12)
     return grad if weight is None else grad * weight
 
 
@@ -99,7 +99,7 @@ def binary_cross_entropy_with_logits(self: Any, target: Any, weight: Any = None,
 
 
 def _classes_of(x: Any) -> int:
-    """The dim of the classes: 1, or 0 of a single sample."""
+    """The class dim: 1, or 0 for a single sample."""
     return 1 if x.ndim > 1 else 0
 
 
@@ -111,7 +111,7 @@ def _along_classes(vector: Any, x: Any) -> Any:
 
 
 def _is_target(x: Any, target: Any) -> Any:
-    """Where `x`'s class is the target: a comparison, which stays sharded as `x` is."""
+    """Where the class of an element of `x` is the target. It is a comparison, so the result is sharded like `x`."""
     classes = jnp.arange(x.shape[_classes_of(x)], dtype=target.dtype)
     return jnp.expand_dims(target, _classes_of(x)) == _along_classes(classes, x)
 
@@ -120,13 +120,13 @@ def _is_target(x: Any, target: Any) -> Any:
 def cross_entropy_loss(
     self: Any, target: Any, weight: Any = None, reduction: int = _MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
-    """Classes are dim 1 of `self` (dim 0 if one-dimensional); `target` holds class indices or, if floating, probabilities."""
-    is_of_classes = not jnp.issubdtype(target.dtype, jnp.floating)
-    if is_of_classes and weight is None and not label_smoothing:
+    """Classes are dim 1 of `self` (dim 0 if it is 1-d). `target` contains class indices or, if floating, probabilities."""
+    has_indices = not jnp.issubdtype(target.dtype, jnp.floating)
+    if has_indices and weight is None and not label_smoothing:
         losses, count = _nll_of_logits(wide(self), target, ignore_index)
         return (jnp.sum(losses) / count if reduction == _MEAN else _reduced(losses, reduction)).astype(self.dtype)
     log_p = jax.nn.log_softmax(wide(self), axis=_classes_of(self))
-    if not is_of_classes:
+    if not has_indices:
         return _soft_target_loss(log_p, wide(target), weight, reduction, label_smoothing).astype(self.dtype)
     loss, total = _nll(log_p, target, weight, ignore_index)
     if label_smoothing:
@@ -152,7 +152,7 @@ def _soft_target_loss(log_p: Any, target: Any, weight: Any, reduction: int, labe
 
 
 def _nll_of_logits(x: Any, target: Any, ignore_index: int) -> tuple[Any, Any]:
-    """As `_nll` of the log-softmax of `x`, which would be as large as `x` and be kept for the backward; and the count of those kept."""
+    """`_nll` of the log-softmax of `x`, without computing the log-softmax: it would be as large as `x`, and saved for the backward."""
     classes = _classes_of(x)
     shifted = x - lax.stop_gradient(jnp.max(x, axis=classes, keepdims=True))
     zero, kept = jnp.zeros((), x.dtype), target != ignore_index
@@ -162,7 +162,7 @@ def _nll_of_logits(x: Any, target: Any, ignore_index: int) -> tuple[Any, Any]:
 
 
 def _nll(log_p: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
-    """Each sample's loss, zero where ignored, and the sum of the weights of the others."""
+    """(loss of each sample, zero if ignored; sum of the weights of the others)."""
     picked = _is_target(log_p, target)
     weights = jnp.ones((), log_p.dtype) if weight is None else _along_classes(wide(weight), log_p)
     zero = jnp.zeros((), log_p.dtype)
@@ -181,7 +181,7 @@ def nll_loss_nd(self: Any, target: Any, weight: Any = None, reduction: int = _ME
 
 @lower("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    """(loss, total weight); the mean is over the total weight, nan if that is zero."""
+    """(loss, total weight). The mean is over the total weight, and NaN if that is zero."""
     loss, total = _nll(wide(self), target, weight, ignore_index)
     if reduction == _NONE:
         return loss, jnp.zeros((), loss.dtype)
@@ -206,19 +206,19 @@ def multi_margin_loss(self: Any, target: Any, p: Any = 1, margin: Any = 1, weigh
     return _reduced(_multi_margin(wide(self), target, p, margin, weight), reduction)
 
 
-def _above_zero(x: Any) -> Any:
-    """What exceeds 0, else 0: of NaN too, as torch's comparison has it."""
+def _positive_part(x: Any) -> Any:
+    """max(x, 0), and 0 for NaN, because torch compares x with 0."""
     return jnp.where(x > 0, x, jnp.zeros((), x.dtype))
 
 
 def _multi_margin(x: Any, target: Any, p: Any, margin: Any, weight: Any) -> Any:
-    """Per sample: mean over the classes j != y of max(0, margin - x_y + x_j)^p, times y's weight."""
+    """Per sample: mean over the classes j != y of max(0, margin - x_y + x_j)^p, times the weight of y."""
     single = x.ndim < 2
     x = x.reshape(1, -1) if single else x
     picked = _is_target(x, target.reshape(-1))
     zero = jnp.zeros((), x.dtype)
     of_target = jnp.sum(jnp.where(picked, x, zero), 1, keepdims=True)
-    short = _above_zero(margin - of_target + x)
+    short = _positive_part(margin - of_target + x)
     cost = jnp.where(picked, zero, short if p == 1 else short * short)
     if weight is not None:
         cost = cost * jnp.sum(jnp.where(picked, wide(weight)[None], zero), 1, keepdims=True)
@@ -231,11 +231,11 @@ def multi_margin_loss_backward(
     grad_output: Any, self: Any, target: Any, p: Any, margin: Any, weight: Any = None, reduction: int = _MEAN
 ) -> Any:
     loss, vjp = jax.vjp(lambda x: _multi_margin(x, target, p, margin, weight), wide(self))
-    return vjp(jnp.broadcast_to(_spread_back(grad_output, loss, reduction), loss.shape))[0]
+    return vjp(jnp.broadcast_to(_gradient_per_element(grad_output, loss, reduction), loss.shape))[0]
 
 
 def _label_mask(x: Any, target: Any) -> Any:
-    """Which classes of each sample [N, C] its label list names, up to the first -1."""
+    """(classes [N, C] that are labels of a sample, entries [N, C] of its label list before the first -1), as masks."""
     before_end = jnp.cumprod(target >= 0, 1, dtype=jnp.int32).astype(bool)
     classes = jnp.arange(x.shape[1], dtype=target.dtype)
     return jnp.any((target[:, :, None] == classes) & before_end[:, :, None], 1), before_end
@@ -246,19 +246,19 @@ def _multilabel_margin(x: Any, target: Any) -> Any:
     is_label, before_end = _label_mask(x, target)
     classes = jnp.arange(x.shape[1], dtype=target.dtype)
     of_label = jnp.sum(jnp.where(target[:, :, None] == classes, x[:, None], jnp.zeros((), x.dtype)), 2)
-    short = _above_zero(1 - of_label[:, :, None] + x[:, None])
+    short = _positive_part(1 - of_label[:, :, None] + x[:, None])
     counted = before_end[:, :, None] & ~is_label[:, None]
     return jnp.sum(jnp.where(counted, short, jnp.zeros((), x.dtype)), (1, 2)) / x.shape[1]
 
 
 def _rows(x: Any) -> Any:
-    """A single sample as a batch of one."""
+    """`x` with a batch dim; a single sample becomes a batch of one."""
     return x if x.ndim == 2 else x.reshape(1, -1)
 
 
 @lower("multilabel_margin_loss_forward")
 def multilabel_margin_loss_forward(self: Any, target: Any, reduction: int) -> Any:
-    """(loss, 1 where a class is a label)."""
+    """(loss, 1 for each class that is a label)."""
     x = _rows(wide(self))
     loss = _multilabel_margin(x, _rows(target))
     loss = loss if self.ndim == 2 else loss[0]
@@ -268,4 +268,4 @@ def multilabel_margin_loss_forward(self: Any, target: Any, reduction: int) -> An
 @lower("multilabel_margin_loss_backward")
 def multilabel_margin_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int, is_target: Any) -> Any:
     loss, vjp = jax.vjp(lambda x: _multilabel_margin(x, _rows(target)), _rows(wide(self)))
-    return vjp(jnp.broadcast_to(_spread_back(grad_output, loss, reduction), loss.shape))[0].reshape(self.shape)
+    return vjp(jnp.broadcast_to(_gradient_per_element(grad_output, loss, reduction), loss.shape))[0].reshape(self.shape)

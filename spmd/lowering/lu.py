@@ -1,6 +1,6 @@
 """LU factorisation with partial pivoting, and solve, inverse and determinant, which torch differentiates through it.
 
-torch counts pivots from one, jax from zero; every rule takes and gives torch's.
+torch counts pivots from one, jax from zero. Rules take and return torch's pivots.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def _factored(A: Any) -> tuple[Any, Any]:
 
 
 def _order(pivots: Any, rows: int) -> Any:
-    """The row of A that stands at each row of L U."""
+    """For each row of L U, the row of A that it equals."""
     if pivots.size == 0:
         return jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (*pivots.shape[:-1], rows))
     return lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
 
 
 def _singular(packed: Any) -> Any:
-    """For each matrix the first place (from one) where U's diagonal is zero, else zero."""
+    """For each matrix, the first index (from one) at which U's diagonal is zero, or 0 if there is none."""
     zero = jnp.diagonal(packed, axis1=-2, axis2=-1) == 0
     if zero.shape[-1] == 0:
         return jnp.zeros(zero.shape[:-1], jnp.int32)
@@ -47,7 +47,7 @@ def linalg_lu_factor_ex(A: Any, *, pivot: bool = True, check_errors: bool = Fals
 
 @lower("lu_unpack")
 def lu_unpack(LU_data: Any, LU_pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
-    """(P, L, U); what is not asked for is empty."""
+    """(P, L, U). Results that are not requested are empty."""
     rows, columns = LU_data.shape[-2:]
     small = min(rows, columns)
     empty = jnp.zeros((0,), LU_data.dtype)
@@ -103,7 +103,7 @@ def linalg_inv_ex(A: Any, *, check_errors: bool = False) -> Any:
 
 
 def _parity(pivots: Any) -> Any:
-    """Sign of the permutation: -1 for every row that was swapped."""
+    """Sign of the permutation: each swapped row changes it."""
     swaps = jnp.sum(pivots != jnp.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype), axis=-1)
     return 1 - 2 * (swaps % 2)
 

@@ -1,10 +1,10 @@
-"""Matrix products, kept whole: `linear` and n-d `matmul` are one `dot_general`, so shardings of batch and heads survive.
+"""Matrix products, kept whole: `linear` and n-d `matmul` are one `dot_general`, so that batch and heads stay sharded.
 
 Note [Folded rows]
-Code that has matrices only folds batch and positions into rows, `addmm(bias, x.view(-1, x.shape[-1]), weight)` (the linears of GPT-2),
-and so do torch's gradients. The partitioner cannot split such rows by batch and by positions at once, so it gathers positions, and it
-exchanges parts of a gradient more often. So in a trace the product is that of the array whose rows were folded: [B, T, K] x [K, N],
-folded afterwards; the gradient of a weight is the sum over B and T of [B, T, K] x [B, T, N], that of a bias the sum of [B, T, N].
+Code written for matrices folds batch and positions into rows, `addmm(bias, x.view(-1, x.shape[-1]), weight)` (the linears of GPT-2),
+and so do torch's gradients. The partitioner cannot shard such rows by batch and by positions at once, so it gathers positions and
+communicates parts of a gradient more often. In a trace, the product is therefore computed on the array before folding: [B, T, K] x [K, N],
+folded afterwards. The gradient of a weight is the sum over B and T of [B, T, K] x [B, T, N], that of a bias the sum of [B, T, N].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def linear(input: Any, weight: Any, bias: Any = None, reduce_dtype: Any = None) 
     """y = x W^T + b; input [..., in], weight [out, in] or [in], bias [out]."""
     contract = (((input.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     if is_narrower(weight, reduce_dtype) and weight.ndim == 2:
-        out = weighted(lambda x, w: lax.dot_general(x, w, contract), "...o,...i->oi", reduce_dtype)(input, weight)
+        out = with_wide_weight_gradient(lambda x, w: lax.dot_general(x, w, contract), "...o,...i->oi", reduce_dtype)(input, weight)
     else:
         out = lax.dot_general(input, weight, contract)
     return out if bias is None else out + bias
@@ -35,19 +35,19 @@ def linear(input: Any, weight: Any, bias: Any = None, reduce_dtype: Any = None) 
 @lower("matmul", whole=True, told=("reduce_dtype",))
 def matmul(self: Any, other: Any, reduce_dtype: Any = None) -> Any:
     if is_narrower(other, reduce_dtype) and other.ndim == 2 and self.ndim > 1:
-        return weighted(jnp.matmul, "...o,...i->io", reduce_dtype)(self, other)
+        return with_wide_weight_gradient(jnp.matmul, "...o,...i->io", reduce_dtype)(self, other)
     return jnp.matmul(self, other)
 
 
 def is_narrower(weight: Any, reduce_dtype: Any) -> bool:
-    """Whether the gradient of `weight` is to be summed in a wider dtype than its own."""
+    """Whether the gradient of `weight` is to be summed in a dtype wider than that of `weight`."""
     return reduce_dtype is not None and jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < reduce_dtype.itemsize
 
 
-def weighted(product: Callable[..., Any], equation: str, reduce_dtype: Any) -> Callable[..., Any]:
-    """`product(x, weight)` whose weight gradient is a product of narrow factors with a wide result.
+def with_wide_weight_gradient(product: Callable[..., Any], equation: str, reduce_dtype: Any) -> Callable[..., Any]:
+    """`product(x, weight)` whose weight gradient is a product of narrow operands with a wide result.
 
-    Its sum over devices is of that result. Left to jax, the gradient has the dtype of the product, and so has the sum.
+    The sum over devices is then in the wide dtype. With jax's own derivative, it would be in the dtype of the product.
 
     Args:
         equation: the gradient as an einsum of (cotangent, x).
@@ -57,11 +57,11 @@ def weighted(product: Callable[..., Any], equation: str, reduce_dtype: Any) -> C
     def apply(x: Any, weight: Any) -> Any:
         return product(x, weight)
 
-    def backward(kept: Any, cotangent: Any) -> Any:
-        x, weight = kept
-        (to_x,) = jax.linear_transpose(lambda x: product(x, weight), x)(cotangent)
+    def backward(residuals: Any, cotangent: Any) -> Any:
+        x, weight = residuals
+        (grad_x,) = jax.linear_transpose(lambda x: product(x, weight), x)(cotangent)
         wide = jnp.einsum(equation, cotangent, x, preferred_element_type=reduce_dtype)
-        return to_x, wide.astype(weight.dtype)
+        return grad_x, wide.astype(weight.dtype)
 
     apply.defvjp(lambda x, weight: (product(x, weight), (x, weight)), backward)
     return apply
@@ -74,14 +74,14 @@ def einsum(equation: str, tensors: Any, *, path: Any = None) -> Any:
 
 @lower("mm", told=("reduce_dtype",), by_origin=True)
 def mm(self: Any, mat2: Any, reduce_dtype: Any = None) -> Any:
-    """torch's own backward of `addmm` and `mm` makes both gradients of this op, so both are summed in `reduce_dtype`."""
+    """torch's backward of `addmm` and `mm` computes both gradients with this op, so both are summed in `reduce_dtype`."""
     if is_narrower(mat2, reduce_dtype):
         return _folded(_product(self, mat2, reduce_dtype)).astype(mat2.dtype)
     return _folded(_product(self, mat2))
 
 
 def _product(left: Any, right: Any, dtype: Any = None) -> Any:
-    """The product of two matrices, [M, N], or [..., N] if the rows of `left` were folded. See Note [Folded rows]."""
+    """The product of two matrices: [M, N], or [..., N] if the rows of `left` were folded. See Note [Folded rows]."""
     if left.ndim != 2 or right.ndim != 2 or are_sizes_open():
         return jnp.matmul(left, right, preferred_element_type=dtype)
     rows, columns, others = rows_folded_from(left), rows_folded_from(transposed_from(left)), rows_folded_from(right)
@@ -118,7 +118,7 @@ def baddbmm(self: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 
 
 
 def unless_zero(alpha: Any, product: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """The product; zeros where an `alpha` of zero makes BLAS ignore what the factors hold."""
+    """`product(left, right)`, but zeros if `alpha` is 0: BLAS then ignores the operands, also NaN in them."""
     if not (is_static(alpha) and alpha == 0):
         return product(left, right)
     shape = jax.eval_shape(product, left, right)
@@ -126,7 +126,7 @@ def unless_zero(alpha: Any, product: Callable[[Any, Any], Any], left: Any, right
 
 
 def combined(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
-    """`beta * self + alpha * product`; a beta of zero ignores what `self` holds, integers take whole factors, as in torch."""
+    """`beta * self + alpha * product`. As in torch, a `beta` of 0 ignores the values of `self`, and integers truncate the factors."""
     if jnp.issubdtype(product.dtype, jnp.integer):
         beta, alpha = (int(factor) if is_static(factor) else jnp.trunc(factor) for factor in (beta, alpha))
     product = scaled(product, alpha)

@@ -1,7 +1,7 @@
 """Normalisations: batch, instance, group, layer, root-mean-square and weight norm, with their backward ops.
 
-Statistics of 16-bit floats are computed in float32. Batch norm's are means over the whole batch dim, so that a batch
-sharded over devices gives global statistics; running statistics are new values of arguments (`updates=`).
+Statistics of 16-bit floats are computed in float32. Those of batch norm are means over the whole batch dim, so they are global
+for a batch sharded over devices. Running statistics are new values of arguments (`updates=`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def wide(x: Any) -> Any:
-    """16-bit floats in float32, where statistics are computed; everything else as it is."""
+    """16-bit floats as float32, in which statistics are computed; other arrays and None unchanged."""
     return x.astype(jnp.float32) if x is not None and x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
@@ -29,7 +29,7 @@ def _moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any, Any]:
 
 
 def _affine(normalised: Any, weight: Any, bias: Any) -> Any:
-    """weight * normalised + bias, where given and already broadcastable."""
+    """weight * normalised + bias. Weight and bias are None or broadcastable."""
     out = normalised if weight is None else normalised * weight
     return out if bias is None else out + bias
 
@@ -39,8 +39,8 @@ def _per_channel(x: Any, ndim: int) -> Any:
     return None if x is None else wide(x).reshape((1, -1) + (1,) * (ndim - 2))
 
 
-def _mixed(running: Any, new: Any, momentum: Any) -> Any:
-    """The running statistic moved towards the batch's by `momentum`."""
+def _updated(running: Any, new: Any, momentum: Any) -> Any:
+    """The running statistic, moved towards that of the batch by `momentum`."""
     return None if running is None else ((1 - momentum) * wide(running) + momentum * new).astype(running.dtype)
 
 
@@ -52,7 +52,10 @@ def _unbiased(variance: Any, count: int) -> Any:
 def native_batch_norm(
     input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    """(out, batch mean, 1 / batch std, new running mean, new running variance); without training the batch's are empty."""
+    """(out, batch mean, 1 / batch std, new running mean, new running variance).
+
+    Without training, the batch statistics are empty and the running ones None.
+    """
     x = wide(input)
     scale, shift = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
     if not training:
@@ -64,8 +67,8 @@ def native_batch_norm(
     mean, centred, variance = _moments(x, axes)
     invstd = lax.rsqrt(variance + eps)
     mean_C, var_C, count = mean.reshape(-1), variance.reshape(-1), x.size // max(x.shape[1], 1)
-    new_mean = _mixed(running_mean, mean_C, momentum)
-    new_var = _mixed(running_var, _unbiased(var_C, count), momentum)
+    new_mean = _updated(running_mean, mean_C, momentum)
+    new_var = _updated(running_var, _unbiased(var_C, count), momentum)
     return _affine(centred * invstd, scale, shift), mean_C, invstd.reshape(-1), new_mean, new_var
 
 
@@ -121,7 +124,7 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Each sample's channels by their own statistics; running statistics move by their mean over the batch."""
+    """Normalise each channel of each sample by its own statistics. Running statistics move towards the mean of these over the batch."""
     x = wide(input)
     scale, shift = _per_channel(weight, x.ndim), _per_channel(bias, x.ndim)
     if not use_input_stats:
@@ -130,8 +133,8 @@ def instance_norm(
     axes = tuple(range(2, x.ndim))
     mean, centred, variance = _moments(x, axes)
     count = x.size // max(x.shape[0] * x.shape[1], 1)
-    new_mean = _mixed(running_mean, jnp.mean(mean, 0).reshape(-1), momentum)
-    new_var = _mixed(running_var, _unbiased(jnp.mean(variance, 0).reshape(-1), count), momentum)
+    new_mean = _updated(running_mean, jnp.mean(mean, 0).reshape(-1), momentum)
+    new_var = _updated(running_var, _unbiased(jnp.mean(variance, 0).reshape(-1), count), momentum)
     return _affine(centred * lax.rsqrt(variance + eps), scale, shift).astype(input.dtype), new_mean, new_var
 
 
@@ -190,7 +193,7 @@ def layer_norm(
 
 @lower("native_layer_norm")
 def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    """(out, mean, 1 / std), the statistics with the normalised dims kept as ones."""
+    """(out, mean, 1 / std). In the statistics, the normalised dims are kept with size 1."""
     x = wide(input)
     mean, centred, variance = _moments(x, _inner(x, normalized_shape))
     rstd = lax.rsqrt(variance + eps)
@@ -234,7 +237,7 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
 
 @lower("_weight_norm_interface")
 def _weight_norm_interface(v: Any, g: Any, dim: int = 0) -> Any:
-    """(v scaled to norm g, norm of v); norms over every dim but `dim`, over all of them for -1."""
+    """(v scaled to norm g, norm of v). Norms are over all dims but `dim`, or over all dims if `dim` is -1."""
     x = wide(v)
     axes = tuple(i for i in range(x.ndim) if dim == -1 or i != dim % x.ndim)
     norm = jnp.sqrt(jnp.sum(x * x, axes, keepdims=dim != -1))

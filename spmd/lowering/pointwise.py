@@ -1,6 +1,6 @@
-"""Pointwise ops: one output element from the elements at the same place. Mostly a table from overload to jax function.
+"""Pointwise ops: each output element depends on the elements at the same position. Mostly a table from overload to jax function.
 
-The adapter promotes and casts; a rule only says the mathematics.
+The adapter promotes and casts; a rule contains only the mathematics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spmd.lowering._registry import is_static, lower, scaled
 
 
 def _unless_integral(fn: Any) -> Any:
-    """`fn`, which leaves integers and bools as they are."""
+    """`fn` for floating and complex arrays; integers and bools are unchanged."""
 
     def rule(self: Any) -> Any:
         return fn(self) if jnp.issubdtype(self.dtype, jnp.inexact) else self
@@ -25,14 +25,14 @@ def _unless_integral(fn: Any) -> Any:
 
 
 def _sign(self: Any) -> Any:
-    """As torch's CPU: zero, without a sign, for zeros and for what is not a number."""
+    """The sign. As on torch's CPU, it is +0 for zeros of either sign and for NaN."""
     if jnp.iscomplexobj(self):
         return jnp.sign(self)
     return (self > 0).astype(self.dtype) - (self < 0).astype(self.dtype)
 
 
 def _unless_bool(fn: Any) -> Any:
-    """`fn`, which leaves bools as they are."""
+    """`fn`, except for bools, which are unchanged."""
 
     def rule(self: Any) -> Any:
         return self if self.dtype == bool else fn(self)
@@ -40,10 +40,14 @@ def _unless_bool(fn: Any) -> Any:
     return rule
 
 
-def _on_its_side(fn: Any, *, real: bool = False, imag: int = 1) -> Any:
-    """`fn`, whose complex result has an imaginary part with the sign of its argument's times `imag`; `real`: the real parts alike.
+def _with_branch_sign(fn: Any, *, real: bool = False, imag: int = 1) -> Any:
+    """`fn` for which the imaginary part of a complex result has the sign of the argument's imaginary part, times `imag`.
 
-    On a branch cut the sign of a zero says on which side it is (`sqrt(-1 - 0j)` is -1j); XLA does not look at it.
+    On a branch cut, the sign of a zero selects the side (`sqrt(-1 - 0j)` is -1j). XLA ignores it.
+
+    Args:
+        real: also copy the sign of the real part.
+        imag: 1 or -1.
     """
 
     def rule(self: Any) -> Any:
@@ -56,19 +60,19 @@ def _on_its_side(fn: Any, *, real: bool = False, imag: int = 1) -> Any:
     return rule
 
 
-_sqrt = _on_its_side(lax.sqrt)
-_rsqrt = _on_its_side(lax.rsqrt, imag=-1)
+_sqrt = _with_branch_sign(lax.sqrt)
+_rsqrt = _with_branch_sign(lax.rsqrt, imag=-1)
 
-# Names that share a function mean the same with a number on either side.
+# Overloads in one key have the same function: with a tensor, or with a number on either side.
 _TABLE: dict[str, Any] = {
     "abs": jnp.abs,
-    "acos": _on_its_side(jnp.arccos, imag=-1),
-    "acosh": _on_its_side(jnp.arccosh),
-    "asin": _on_its_side(jnp.arcsin, real=True),
-    "asinh": _on_its_side(jnp.arcsinh, real=True),
-    "atan": _on_its_side(jnp.arctan, real=True),
+    "acos": _with_branch_sign(jnp.arccos, imag=-1),
+    "acosh": _with_branch_sign(jnp.arccosh),
+    "asin": _with_branch_sign(jnp.arcsin, real=True),
+    "asinh": _with_branch_sign(jnp.arcsinh, real=True),
+    "atan": _with_branch_sign(jnp.arctan, real=True),
     "atan2": jnp.arctan2,
-    "atanh": _on_its_side(jnp.arctanh, real=True),
+    "atanh": _with_branch_sign(jnp.arctanh, real=True),
     "bitwise_and.Tensor bitwise_and.Scalar bitwise_and.Scalar_Tensor": jnp.bitwise_and,
     "bitwise_not": jnp.bitwise_not,
     "bitwise_or.Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor": jnp.bitwise_or,
@@ -126,7 +130,7 @@ _TABLE: dict[str, Any] = {
     "tanh": jnp.tanh,
     "trunc": _unless_integral(jnp.trunc),
 }
-# Decided after rounding to the promoted dtype: bfloat16(0.1) == 0.1 holds.
+# Computed after rounding to the promoted dtype, so bfloat16(0.1) == 0.1 is True.
 _EXACT: dict[str, Any] = {
     "eq.Tensor eq.Scalar": jnp.equal,
     "ge.Tensor ge.Scalar": jnp.greater_equal,
@@ -159,7 +163,7 @@ def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
 
 @lower("div.Tensor_mode", "div.Scalar_mode", pointwise=True, widened=False)
 def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
-    """A 16-bit quotient is rounded before it is truncated, as on the CPU, but not before the floor."""
+    """As on torch's CPU, a 16-bit quotient is rounded to 16 bits before truncation, but not before the floor."""
     if rounding_mode is None:
         return jnp.true_divide(self, other)
     is_integral = jnp.issubdtype(jnp.result_type(self, other), jnp.integer)
@@ -178,14 +182,14 @@ def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
             return lax.integer_pow(self, int(exponent))
         if exponent == 0.5:
             return _sqrt(self)
-        if exponent == -0.5:  # as CPU torch, to which the power of -0.0 is -inf and that of -inf is NaN
+        if exponent == -0.5:  # like torch's CPU: the power of -0.0 is -inf, and that of -inf is NaN
             return _rsqrt(self)
     return _power(self, exponent)
 
 
 @lower("pow.Tensor_Tensor", "pow.Scalar", pointwise=True)
 def pow_tensor(self: Any, exponent: Any) -> Any:
-    """A negative power of an integer is its reciprocal's integer part: 0, but for 1 and -1."""
+    """A negative power of an integer is the integer part of the reciprocal: 0, except for bases 1 and -1."""
     if not jnp.issubdtype(exponent.dtype, jnp.integer):
         return _power(self, exponent)
     if not jnp.issubdtype(exponent.dtype, jnp.signedinteger):
@@ -195,13 +199,13 @@ def pow_tensor(self: Any, exponent: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """A complex power goes by the logarithm, which 0 has none of: `0 ** (1 + 1j)` is 0."""
+    """The power of floating or complex numbers. jax computes complex powers by the logarithm, so `0 ** (1 + 1j)` needs its value, 0."""
     power = jnp.power(base, exponent)
     return jnp.where((base == 0) & (jnp.real(exponent) > 0), 0, power) if jnp.iscomplexobj(power) else power
 
 
 def _integer_power(base: Any, exponent: Any) -> Any:
-    """Of integers, for an exponent of any size: what does not fit wraps around. jax's power looks at six bits of the exponent."""
+    """The power of integers for exponents of any size, with wraparound. jax's `power` reads only six bits of the exponent."""
     base, exponent = jnp.broadcast_arrays(base, exponent)
 
     def with_bit(bit: Any, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -246,7 +250,10 @@ def clamp_max(self: Any, max: Any) -> Any:
 
 @lower("lerp.Scalar", "lerp.Tensor", pointwise=True, decides=("weight", lambda weight: abs(weight) < 0.5))
 def lerp(self: Any, end: Any, weight: Any, *, decided: bool | None = None) -> Any:
-    """From the nearer end, so that weight 1 gives `end` exactly; of an optimizer's setting the host says which that is."""
+    """Interpolate from the nearer end, so that weight 1 gives exactly `end`.
+
+    If the weight is a setting of an optimizer, `decided` is whether `self` is nearer, as evaluated on the host.
+    """
     is_near = abs(weight) < 0.5 if decided is None else decided
     if isinstance(is_near, bool):
         near, step = (self, weight) if is_near else (end, weight - 1)
@@ -267,7 +274,7 @@ def round_decimals(self: Any, *, decimals: int) -> Any:
 
 @lower("logaddexp", pointwise=True)
 def logaddexp(self: Any, other: Any) -> Any:
-    """Complex operands keep the phase of the larger one, unlike jax, which wraps it to (-pi, pi]."""
+    """For complex operands, the result keeps the phase of the larger one. jax wraps it to (-pi, pi]."""
     if not jnp.issubdtype(self.dtype, jnp.complexfloating):
         return jnp.logaddexp(self, other)
     is_larger = jnp.real(self) >= jnp.real(other)
@@ -289,7 +296,7 @@ def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None,
 
 @lower("ldexp.Tensor", pointwise=True)
 def ldexp(self: Any, other: Any) -> Any:
-    """By a power of two in the exponent itself: it is exact, and does not overflow on its way."""
+    """Add to the floating-point exponent directly, which is exact and has no intermediate overflow."""
     if jnp.iscomplexobj(self) or jnp.iscomplexobj(other):
         return self * jnp.exp2(other)
     power = jnp.floor(other)
@@ -299,14 +306,14 @@ def ldexp(self: Any, other: Any) -> Any:
 
 @lower("bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar", "bitwise_left_shift.Scalar_Tensor", pointwise=True)
 def bitwise_left_shift(self: Any, other: Any) -> Any:
-    """Zero where the count is negative or not less than the number of bits."""
+    """The result is 0 if the count is negative or at least the number of bits."""
     self, other = _integers(self, other)
     return lax.shift_left(self, other)
 
 
 @lower("bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar", "bitwise_right_shift.Scalar_Tensor", pointwise=True)
 def bitwise_right_shift(self: Any, other: Any) -> Any:
-    """Copies of the sign where the count is negative or not less than the number of bits."""
+    """All bits of the result are the sign bit if the count is negative or at least the number of bits."""
     self, other = _integers(self, other)
     unsigned = jnp.issubdtype(self.dtype, jnp.unsignedinteger)
     return (lax.shift_right_logical if unsigned else lax.shift_right_arithmetic)(self, other)
@@ -323,7 +330,7 @@ def rshift(self: Any, other: Any) -> Any:
 
 
 def _integers(self: Any, other: Any) -> tuple[Any, Any]:
-    """Both operands in the dtype of the one that is a tensor, broadcast."""
+    """Both operands, broadcast, in the dtype of the operand that is a tensor."""
     dtype = self.dtype if isinstance(self, jax.Array) and not self.weak_type else other.dtype
     self, other = (jnp.asarray(x) if isinstance(x, int) else x for x in (self, other))  # an int may have more bits than the dtype
     self, other = jnp.broadcast_arrays(jnp.asarray(self, dtype), jnp.asarray(other, dtype))

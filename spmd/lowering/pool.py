@@ -1,7 +1,7 @@
-"""Pooling over windows: `reduce_window` wherever the windows are regular, a product with an averaging matrix where not.
+"""Pooling over windows: `reduce_window` if the windows are regular, else a product with an averaging matrix.
 
-Each op takes any leading dims. The backward of a max is the transpose of `reduce_window` (select and scatter), which does
-not read the indices, so a program that does not use them never computes them.
+Each op accepts any leading dims. The backward of max pooling is the transpose of `reduce_window` (select-and-scatter), which does
+not read the indices, so a program that does not use the indices never computes them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from spmd.lowering._registry import lower
 from spmd.lowering.norm import wide
 
 
-def _spread(values: Any, rank: int) -> tuple[int, ...]:
-    """One value per pooled dim, where torch also takes a single one for all."""
+def _per_dim(values: Any, rank: int) -> tuple[int, ...]:
+    """One value per pooled dim. torch also accepts a single value for all of them."""
     return tuple(values) * rank if len(values) == 1 else tuple(values)
 
 
 class Windows:
-    """Regular windows over the last dims of an array, as torch counts them.
+    """Regular windows over the last dims of an array, counted like torch.
 
     Attributes:
         out: number of windows per dim.
-        padding: (low, high) per dim, whatever the size: with them `reduce_window` makes as many windows as torch. In `ceil_mode` a last
-            one may reach past torch's padding.
+        padding: (low, high) per dim, independent of the size. With this padding `reduce_window` has as many windows as torch. In
+            `ceil_mode`, the last window may extend beyond torch's padding.
     """
 
     def __init__(self, size: tuple[int, ...], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> None:
         rank = len(size)
         self.size = size
-        self.kernel = _spread(kernel, rank)
-        self.stride = _spread(stride, rank) if stride else self.kernel
-        self.low = _spread(padding, rank)
-        self.dilation = _spread(dilation, rank)
+        self.kernel = _per_dim(kernel, rank)
+        self.stride = _per_dim(stride, rank) if stride else self.kernel
+        self.low = _per_dim(padding, rank)
+        self.dilation = _per_dim(dilation, rank)
         self.out: list[int] = []
         self.padding: list[tuple[int, int]] = []
         for n, k, s, p, d in zip(size, self.kernel, self.stride, self.low, self.dilation, strict=True):
@@ -68,10 +68,10 @@ class Windows:
         )
 
     def counts(self, with_padding: bool, ceil_mode: bool) -> list[Any]:
-        """Per dim, how many elements each window has, with or without those in the padding: a number, or int32[windows]."""
+        """Per dim, the number of elements of each window, with or without those in the padding: an int, or int32[windows]."""
         counts = list[Any]()
         for n, k, s, p, count in zip(self.size, self.kernel, self.stride, self.low, self.out, strict=True):
-            if not ceil_mode and (with_padding or p == 0):  # no window reaches further
+            if not ceil_mode and (with_padding or p == 0):  # no window extends beyond the padding
                 counts.append(k)
                 continue
             start = lax.iota(np.int32, count) * s - p
@@ -82,7 +82,7 @@ class Windows:
 
 
 def _lowest(dtype: Any) -> Any:
-    """What a maximum starts from."""
+    """The initial value of a maximum."""
     return np.array(-np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
 
 
@@ -95,14 +95,14 @@ def _plane_positions(shape: tuple[int, ...], rank: int) -> Any:
 
 
 def _first_larger(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Of two (value, position) pairs the larger value, a nan before a number; the earlier position among equals, the later among nans."""
+    """The (value, position) pair with the larger value; NaN exceeds any number. Of equal values the earlier, of NaNs the later."""
     (a, i), (b, j) = left, right
     a_wins = (a > b) | ((a == b) & (i < j)) | ((a != a) & ~((b != b) & (j > i)))
     return jnp.where(a_wins, a, b), jnp.where(a_wins, i, j)
 
 
-def _place_of_largest(values: Any) -> Any:
-    """Position along the last dim, kept with size 1, as `_first_larger` chooses it."""
+def _index_of_largest(values: Any) -> Any:
+    """Position along the last dim, kept with size 1, that `_first_larger` selects."""
     largest = jnp.argmax(values, -1, keepdims=True)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return largest
@@ -139,7 +139,7 @@ def max_pool_with_indices_backward(
     rank: int,
 ) -> Any:
     windows = Windows(self.shape[self.ndim - rank :], kernel_size, stride, padding, dilation, ceil_mode)
-    if any(d > 1 for d in windows.dilation):  # select-and-scatter knows no dilated window
+    if any(d > 1 for d in windows.dilation):  # select-and-scatter does not support dilated windows
         return _to_plane(grad_output, indices, self.shape, rank)
 
     def largest(x: Any) -> Any:
@@ -171,7 +171,7 @@ def avg_pool(
     *,
     rank: int,
 ) -> Any:
-    """Window sums over their counts; the counts are constants, one vector per dim where windows differ."""
+    """Window sums divided by their element counts: a number per dim, or a vector if the windows differ."""
     x = wide(self)
     windows = Windows(x.shape[x.ndim - rank :], kernel_size, stride, padding, (1,), ceil_mode)
     total = windows.reduce(x, np.zeros((), x.dtype), lax.add, x.ndim - rank)
@@ -183,7 +183,7 @@ def avg_pool(
 
 
 def _divided(total: Any, count: Any) -> Any:
-    """torch pools integers too, with truncating division."""
+    """`total / count`. torch also pools integers, with truncating division."""
     return total / count if jnp.issubdtype(total.dtype, jnp.floating) else lax.div(total, jnp.full_like(total, count))
 
 
@@ -213,14 +213,14 @@ def _transposed(linear: Any, like: Any, grad: Any) -> Any:
 
 def _averaging(size: int, count: int, dtype: Any) -> Any:
     """[count, size]: row i averages the elements from floor(i * size / count) to ceil((i + 1) * size / count)."""
-    window, place = lax.iota(np.int64, count)[:, None], lax.iota(np.int64, size)[None]
+    window, element = lax.iota(np.int64, count)[:, None], lax.iota(np.int64, size)[None]
     start, end = window * size // count, ((window + 1) * size + count - 1) // count
-    return jnp.where((place >= start) & (place < end), 1 / (end - start).astype(dtype), 0)
+    return jnp.where((element >= start) & (element < end), 1 / (end - start).astype(dtype), 0)
 
 
 @lower("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 def _adaptive_avg_pool(self: Any, output_size: Any) -> Any:
-    """Dim by dim: a mean, or a product with the averaging matrix where windows overlap or differ."""
+    """Dim by dim: a mean, a sum over regular windows, or a product with the averaging matrix if windows overlap or differ."""
     x = wide(self)
     first = x.ndim - len(output_size)
     for dim, count in zip(range(first, x.ndim), output_size, strict=True):
@@ -254,7 +254,7 @@ def _regular(size: tuple[int, ...], count: tuple[int, ...]) -> Windows:
 
 
 def adaptive_max_pool(self: Any, output_size: Any, *, rank: int) -> Any:
-    """(out, positions): regular windows where the sizes divide, else each window gathered and its first maximum taken."""
+    """(out, positions): regular windows if the sizes divide, else each window is gathered and its first maximum taken."""
     size = self.shape[self.ndim - rank :]
     if _divides(size, output_size):
         return _max_pool(self, _regular(size, output_size))
@@ -265,7 +265,7 @@ def adaptive_max_pool(self: Any, output_size: Any, *, rank: int) -> Any:
 
 
 def _largest_in(x: Any, taken: list[np.ndarray[Any, Any]], ends: list[np.ndarray[Any, Any]]) -> tuple[Any, Any]:
-    """Per window, given by the indices [windows, longest] taken per dim and where each ends: the maximum and its position."""
+    """(maximum, position) per window. Per dim, `taken` has the indices [windows, longest], and `ends` the end of each window."""
     rank = len(taken)
     size = x.shape[x.ndim - rank :]
     first = x.ndim - rank
@@ -283,7 +283,7 @@ def _largest_in(x: Any, taken: list[np.ndarray[Any, Any]], ends: list[np.ndarray
     values = values.reshape(*values.shape[: first + rank], math.prod(at.shape[1] for at in taken))
     positions = np.transpose(np.broadcast_to(position, [n for at in taken for n in at.shape]), within)
     positions = jnp.asarray(positions.reshape(*positions.shape[:rank], -1))
-    best = _place_of_largest(values)
+    best = _index_of_largest(values)
     out = jnp.take_along_axis(values, best, -1)[..., 0]
     return out, jnp.take_along_axis(jnp.broadcast_to(positions, values.shape), best, -1)[..., 0].astype(jnp.int64)
 
@@ -297,7 +297,10 @@ def adaptive_max_pool_backward(grad_output: Any, self: Any, indices: Any, *, ran
 
 
 def fractional_max_pool(self: Any, kernel_size: Any, output_size: Any, random_samples: Any, *, rank: int) -> Any:
-    """Windows at pseudo-random places, one sample per plane and dim (in 2-d the width's first); those of further images are ignored."""
+    """Windows at pseudo-random positions. `random_samples` has one sample per plane and dim (in 2-d, first the width).
+
+    Samples for more images than `self` has are ignored.
+    """
     size = self.shape[self.ndim - rank :]
     batched = self.ndim == rank + 2
     x = self if batched else self[None]
@@ -312,7 +315,7 @@ def fractional_max_pool(self: Any, kernel_size: Any, output_size: Any, random_sa
 
 
 def _fractional_starts(sample: Any, size: int, kernel: int, count: int) -> Any:
-    """[..., count] starts of a dim's windows, the last one at the end."""
+    """[..., count] starts of the windows along one dim. The last window is at the end."""
     last = jnp.full((*sample.shape, 1), size - kernel, jnp.int32)
     if count == 1:
         return last
@@ -323,7 +326,7 @@ def _fractional_starts(sample: Any, size: int, kernel: int, count: int) -> Any:
 
 
 def _largest_in_plane(plane: Any, *taken: Any) -> tuple[Any, Any]:
-    """Maximum and position of each window of one plane; `taken` [windows, kernel] indices per dim."""
+    """(maximum, position) of each window of one plane; `taken`: indices [windows, kernel] per dim."""
     rank = plane.ndim
     grids = [at.reshape([1] * i + [at.shape[0]] + [1] * (rank - 1) + [at.shape[1]] + [1] * (rank - 1 - i)) for i, at in enumerate(taken)]
     position: Any = 0
@@ -331,7 +334,7 @@ def _largest_in_plane(plane: Any, *taken: Any) -> tuple[Any, Any]:
         position = position * n + grid
     values = plane.reshape(-1)[position.reshape(*position.shape[:rank], -1)]
     position = position.reshape(values.shape)
-    best = _place_of_largest(values)
+    best = _index_of_largest(values)
     return jnp.take_along_axis(values, best, -1)[..., 0], jnp.take_along_axis(position, best, -1)[..., 0].astype(jnp.int64)
 
 

@@ -1,8 +1,8 @@
 """Ops that draw from the device's random stream.
 
-The adapter hands each call its own key, derived from seed and count alone, and the threefry generator gives every element
-its number by position: results depend neither on the mesh nor on how the array is sharded. In-place forms with a
-functional twin (`uniform_` of `uniform`) are derived; `normal_` has none and is lowered itself.
+The adapter passes each call its own key, derived only from the seed and a counter, and threefry computes every element from its
+position. Results therefore depend neither on the mesh nor on the sharding of the array. In-place forms with a functional twin
+(`uniform_` of `uniform`) are derived; `normal_` has none, so it has its own lowering.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def _float_of(dtype: Any) -> Any:
 
 
 def _uniform_of(key: Any, like: Any) -> Any:
-    """Numbers in [0, 1) with the array's shape, in the dtype to draw in."""
+    """Uniform numbers in [0, 1) with the shape of `like`, in the dtype to draw in."""
     return jax.random.uniform(key, like.shape, _float_of(like.dtype))
 
 
 def _open_uniform_of(key: Any, like: Any) -> Any:
-    """Numbers in (0, 1]: safe for a logarithm."""
+    """Uniform numbers in (0, 1], which have a finite logarithm."""
     return 1 - _uniform_of(key, like)
 
 
-def _in_range(name: str) -> Callable[..., None]:
-    """The check of a fill's bounds: torch's own, of the CPU's in-place form on a tensor without elements."""
+def _parameter_check(name: str) -> Callable[..., None]:
+    """A check of a distribution's parameters. It calls torch's in-place CPU op `name` on an empty tensor, which raises torch's errors."""
 
     def check(self: Any, *numbers: Any, **named: Any) -> None:
         if all(number is None or is_static(number) for number in (*numbers, *named.values())):
@@ -60,27 +60,27 @@ def normal_tensors(key: Any, mean: Any, std: Any = 1.0) -> Any:
     return jax.random.normal(key, shape, dtype) * std + mean
 
 
-@lower("uniform", random=True, check=_in_range("uniform_"))
+@lower("uniform", random=True, check=_parameter_check("uniform_"))
 def uniform(key: Any, self: Any, start: float = 0.0, to: float = 1.0) -> Any:
-    """In [from, to); `from` is no name in Python, and always given by position."""
+    """Uniform in [from, to). `from` is a keyword of Python, so it is always passed by position."""
     drawn = _uniform_of(key, self)
     return (drawn * (to - start) + start).astype(self.dtype)
 
 
 @lower("random", random=True)
 def random_(key: Any, self: Any) -> Any:
-    """Uniform over the integers that the dtype represents exactly, from zero."""
+    """Uniform over the integers from 0 up to the largest that the dtype represents exactly."""
     return _integers(key, self, 0, _end_of(self.dtype))
 
 
-@lower("random.to", random=True, check=_in_range("random_"))
+@lower("random.to", random=True, check=_parameter_check("random_"))
 def random_to(key: Any, self: Any, to: int) -> Any:
     return _integers(key, self, 0, to)
 
 
-@lower("random.from", random=True, check=_in_range("random_"))
+@lower("random.from", random=True, check=_parameter_check("random_"))
 def random_from(key: Any, self: Any, start: int, to: int | None) -> Any:
-    """Uniform over [from, to), up to the dtype's largest integer where `to` is None."""
+    """Uniform over [from, to), or up to and including the dtype's largest integer if `to` is None."""
     return _integers(key, self, start, _end_of(self.dtype) if to is None else to)
 
 
@@ -93,47 +93,47 @@ def _end_of(dtype: Any) -> int:
 
 def _integers(key: Any, like: Any, start: int, stop: int) -> Any:
     """Uniform integers in [start, stop) as the array's dtype."""
-    if stop - start >= 2**63:  # wider than randint's span: draw 64 bits, of which the low ones are as uniform
+    if stop - start >= 2**63:  # more than randint's range: 64 random bits, modulo the width
         bits = jax.random.bits(key, like.shape, jnp.uint64)
         width = stop - start
         drawn = bits if width >= 2**64 else bits % jnp.uint64(width)
         return (lax.bitcast_convert_type(drawn, jnp.int64) + start).astype(like.dtype)
     dtype = jnp.int32 if start >= -(2**31) and stop <= 2**31 - 1 else jnp.int64
-    if stop == 2**63:  # randint's bound must be an int64 itself
+    if stop == 2**63:  # randint's bound must fit in int64
         return (jax.random.randint(key, like.shape, start, stop - 1, jnp.int64)).astype(like.dtype)
     return jax.random.randint(key, like.shape, start, stop, dtype).astype(like.dtype)
 
 
 @lower("bernoulli", random=True)
 def bernoulli(key: Any, self: Any) -> Any:
-    """Ones with the probabilities in `self`."""
+    """1 with the probabilities in `self`, else 0."""
     return bernoulli_p(key, self, self)
 
 
-@lower("bernoulli.Tensor", "bernoulli.p", random=True, check=_in_range("bernoulli_"))
+@lower("bernoulli.Tensor", "bernoulli.p", random=True, check=_parameter_check("bernoulli_"))
 def bernoulli_p(key: Any, self: Any, p: Any = 0.5) -> Any:
-    """Ones with probability `p`, in the shape and dtype of `self`."""
+    """1 with probability `p`, else 0, in the shape and dtype of `self`."""
     return (_uniform_of(key, self) < p).astype(self.dtype)
 
 
-@lower("exponential", random=True, check=_in_range("exponential_"))
+@lower("exponential", random=True, check=_parameter_check("exponential_"))
 def exponential(key: Any, self: Any, lambd: float = 1.0) -> Any:
     return -jnp.log(_open_uniform_of(key, self)) / lambd
 
 
-@lower("cauchy", random=True, check=_in_range("cauchy_"))
+@lower("cauchy", random=True, check=_parameter_check("cauchy_"))
 def cauchy(key: Any, self: Any, median: float = 0.0, sigma: float = 1.0) -> Any:
     return median + sigma * jax.random.cauchy(key, self.shape, _float_of(self.dtype))
 
 
-@lower("geometric", random=True, check=_in_range("geometric_"))
+@lower("geometric", random=True, check=_parameter_check("geometric_"))
 def geometric(key: Any, self: Any, p: float) -> Any:
-    """Number of trials up to and with the first success: 1, 2, ..."""
+    """Number of trials up to and including the first success: 1, 2, ..."""
     trials = jnp.ceil(jnp.log(_open_uniform_of(key, self)) / jnp.log1p(jnp.asarray(-p, _float_of(self.dtype))))
     return jnp.maximum(trials, 1).astype(self.dtype)
 
 
-@lower("log_normal", random=True, check=_in_range("log_normal_"))
+@lower("log_normal", random=True, check=_parameter_check("log_normal_"))
 def log_normal(key: Any, self: Any, mean: float = 1.0, std: float = 2.0) -> Any:
     return jnp.exp(jax.random.normal(key, self.shape, _float_of(self.dtype)) * std + mean)
 
@@ -155,7 +155,7 @@ def _standard_gamma(key: Any, self: Any, generator: Any = None) -> Any:
 
 @lower("_standard_gamma_grad")
 def _standard_gamma_grad(self: Any, output: Any) -> Any:
-    gradient: Any = lax.random_gamma_grad  # its stub asks for a dtype that the function itself does not take
+    gradient: Any = lax.random_gamma_grad  # its type stub requires a dtype, which the function does not accept
     return gradient(wide(self), wide(output))
 
 
@@ -169,7 +169,7 @@ def randperm(key: Any, n: int, *, dtype: Any = None) -> Any:
     return jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32)).astype(dtype or jnp.int64)
 
 
-def _can_draw(self: Any, num_samples: int, replacement: bool = False) -> None:
+def _require_drawable(self: Any, num_samples: int, replacement: bool = False) -> None:
     if not jnp.issubdtype(self.dtype, jnp.floating):
         raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {self.dtype}")
     if num_samples <= 0:
@@ -180,10 +180,12 @@ def _can_draw(self: Any, num_samples: int, replacement: bool = False) -> None:
         raise RuntimeError("number of categories cannot exceed 2^24")
 
 
-@lower("multinomial", random=True, check=_can_draw)
+@lower("multinomial", random=True, check=_require_drawable)
 def multinomial(key: Any, self: Any, num_samples: int, replacement: bool = False) -> Any:
-    """Indices drawn with the weights in the last dim: the largest of log weight plus Gumbel noise, one noise per draw
-    with replacement, the `num_samples` largest of one noise without."""
+    """Indices drawn with the weights in the last dim, by the largest of log weight plus Gumbel noise.
+
+    With replacement, each draw has its own noise. Without, the draws are the `num_samples` largest for one noise.
+    """
     weights = wide(self)
     logits = jnp.log(weights)
     if replacement:
@@ -194,13 +196,17 @@ def multinomial(key: Any, self: Any, num_samples: int, replacement: bool = False
 
 @lower("dropout", whole=True, random=True)
 def dropout(key: Any, input: Any, p: float, train: bool) -> Any:
-    return input if not train or p == 0.0 else thinned(key, input, p, input.shape)
+    return input if not train or p == 0.0 else with_dropout(key, input, p, input.shape)
 
 
-def thinned(key: Any, input: Any, p: float, drawn: tuple[int, ...]) -> Any:
-    """Zero with chance `p`, else scaled up by what is lost; one draw per element of `drawn`, which broadcasts to the input."""
+def with_dropout(key: Any, input: Any, p: float, drawn: tuple[int, ...]) -> Any:
+    """Dropout: each element is zero with probability `p`, else scaled by 1 / (1 - p).
+
+    Args:
+        drawn: shape of the draws, which broadcasts to that of the input.
+    """
     if p == 1.0:
-        return input * jnp.zeros((), input.dtype)  # NaN of what is infinite
+        return input * jnp.zeros((), input.dtype)  # like torch, NaN for infinite elements
     keep = jax.random.bernoulli(key, jnp.float32(1.0 - p), drawn)
     return jnp.where(keep, input * (1.0 / (1.0 - p)), jnp.zeros((), input.dtype))
 
@@ -220,10 +226,10 @@ def native_dropout_backward(grad_output: Any, mask: Any, scale: float) -> Any:
 
 @lower("feature_dropout", whole=True, random=True)
 def feature_dropout(key: Any, input: Any, p: float, train: bool) -> Any:
-    """Whole channels at a time: one draw per [N, C]."""
+    """Dropout of whole channels: one draw per element of [N, C]."""
     if not train or p == 0.0 or input.size == 0:
         return input
-    return thinned(key, input, p, input.shape[:2] + (1,) * (input.ndim - 2))
+    return with_dropout(key, input, p, input.shape[:2] + (1,) * (input.ndim - 2))
 
 
 @lower("alpha_dropout", whole=True, random=True)
@@ -236,11 +242,11 @@ def feature_alpha_dropout(key: Any, input: Any, p: float, train: bool) -> Any:
     return _alpha_dropout(key, input, p, train, input.shape[:2] + (1,) * (input.ndim - 2))
 
 
-_ALPHA = 1.7580993408473766  # SELU's lambda * alpha: what its negative side saturates at
+_ALPHA = 1.7580993408473766  # SELU's lambda * alpha; its negative side saturates at -lambda * alpha
 
 
 def _alpha_dropout(key: Any, input: Any, p: float, train: bool, drawn: tuple[int, ...]) -> Any:
-    """Dropped elements go to SELU's saturation value, then the result is scaled back to mean 0 and variance 1."""
+    """Set dropped elements to SELU's saturation value, then scale and shift the result back to mean 0 and variance 1."""
     if not train or p == 0.0 or input.size == 0:
         return input
     if p == 1.0:
@@ -255,7 +261,7 @@ def _alpha_dropout(key: Any, input: Any, p: float, train: bool, drawn: tuple[int
 def rrelu_with_noise(
     key: Any, self: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
-    """Negative elements times a slope drawn from [lower, upper), which `noise` keeps for the backward; (out, new noise)."""
+    """(out, new noise). Negative elements are multiplied by slopes from [lower, upper), which `noise` keeps for the backward."""
     x = wide(self)
     if not training:
         return jnp.where(x >= 0, x, x * ((lower + upper) / 2)), None

@@ -1,4 +1,4 @@
-"""Reductions over dims: sums, extremes, moments, norms."""
+"""Reductions over dims: sums, extremes, moments and norms."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from spmd.lowering._registry import is_static, lower
 
 
 def axes(dim: Any, ndim: int = 1) -> tuple[int, ...] | None:
-    """jax's axis argument of torch's `dim`: an int, a list of ints, or (None or empty) all. A scalar has no dim to name."""
+    """jax's axis argument for torch's `dim`: an int, a list of ints, or None or empty for all dims. A 0-dim tensor always gives None."""
     if dim is None or ndim == 0 or (isinstance(dim, tuple) and not dim):
         return None
     return (dim,) if isinstance(dim, int) else tuple(dim)
 
 
 def _wide(x: Any) -> Any:
-    """16-bit floats in float32, where sums are accumulated."""
+    """16-bit floats as float32, in which sums are accumulated."""
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def accumulated_in(dtype: Any) -> Any:
-    """float32 for 16-bit floats: told a 16-bit dtype, `jnp.sum` accumulates in it."""
+    """The dtype to accumulate in: float32 for 16-bit floats. `jnp.sum(x, dtype=...)` accumulates in the dtype that it is given."""
     return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
 
 
-def _kept(x: Any, axis: tuple[int, ...] | None, keepdim: bool) -> Any:
-    """A result computed with the reduced dims kept, without them unless `keepdim`."""
+def _squeezed(x: Any, axis: tuple[int, ...] | None, keepdim: bool) -> Any:
+    """`x`, computed with the reduced dims kept, without these dims unless `keepdim`."""
     return x if keepdim else jnp.squeeze(x, axis)
 
 
 @lower("sum", "sum.dim_IntList", by_origin=True)
 def sum_(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The gradient of a bias is a sum of rows, over the dims that were folded into them. See Note [Folded rows] in `matmul`."""
+    """A sum of rows, such as the gradient of a bias, is a sum over the dims folded into the rows. See Note [Folded rows] in `matmul`."""
     if self.ndim == 2 and axes(dim, 2) == (0,) and not are_sizes_open() and (rows := rows_folded_from(self)) is not None:
         out = jnp.sum(rows, tuple(range(rows.ndim - 1)), dtype=accumulated_in(dtype))
         return out[None] if keepdim else out
@@ -94,8 +94,8 @@ def aminmax(self: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     return amin(self, dim, keepdim), amax(self, dim, keepdim)
 
 
-def is_not_empty(name: str) -> Any:
-    """The check of a reduction over all elements that has no result for none."""
+def nonempty_check(name: str) -> Any:
+    """A check for a reduction over all elements that has no result for an empty tensor."""
 
     def check(self: Any) -> None:
         if not self.size:
@@ -105,8 +105,8 @@ def is_not_empty(name: str) -> Any:
     return check
 
 
-def has_elements(name: str) -> Any:
-    """The check of a reduction over one dim that has no result for an empty one."""
+def nonempty_dim_check(name: str) -> Any:
+    """A check for a reduction over one dim that has no result for an empty dim."""
 
     def check(self: Any, dim: int = -1, keepdim: bool = False) -> None:
         if self.ndim and not self.shape[dim]:
@@ -115,12 +115,12 @@ def has_elements(name: str) -> Any:
     return check
 
 
-@lower("max", check=is_not_empty("max"))
+@lower("max", check=nonempty_check("max"))
 def max_(self: Any) -> Any:
     return jnp.max(self)
 
 
-@lower("min", check=is_not_empty("min"))
+@lower("min", check=nonempty_check("min"))
 def min_(self: Any) -> Any:
     return jnp.min(self)
 
@@ -135,18 +135,18 @@ def argmin(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return jnp.argmin(self, None if self.ndim == 0 else dim, keepdims=keepdim)
 
 
-@lower("max.dim", check=has_elements("max"))
+@lower("max.dim", check=nonempty_dim_check("max"))
 def max_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return amax(self, dim, keepdim), argmax(self, dim, keepdim)
 
 
-@lower("min.dim", check=has_elements("min"))
+@lower("min.dim", check=nonempty_dim_check("min"))
 def min_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return amin(self, dim, keepdim), argmin(self, dim, keepdim)
 
 
 def _moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
-    """(variance, mean); `correction` is subtracted from the count, and None means one."""
+    """(variance, mean). `correction` is subtracted from the count; None means 1."""
     axis = axes(dim, self.ndim)
     x = _wide(self)
     average = jnp.mean(x, axis, keepdims=True)
@@ -155,7 +155,7 @@ def _moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, 
     count = math.prod(self.shape[i] for i in (range(self.ndim) if axis is None else axis))
     correction = 1 if correction is None else correction
     divisor = max(count - correction, 0) if is_static(correction) else jnp.maximum(count - correction, 0)
-    return _kept(squares / jnp.asarray(divisor, squares.dtype), axis, keepdim), _kept(average, axis, keepdim)
+    return _squeezed(squares / jnp.asarray(divisor, squares.dtype), axis, keepdim), _squeezed(average, axis, keepdim)
 
 
 @lower("var.correction", static=("correction",))

@@ -1,7 +1,7 @@
-"""Resampling images: interpolation to another size, sampling on a grid, sliding blocks.
+"""Resampling of images: interpolation to another size, sampling on a grid, sliding blocks.
 
-Interpolation is separable: one small constant matrix per dim and a `dot_general`, as `jax.image` does it. A nearest
-neighbour that repeats or skips regularly is a broadcast or a strided slice. Backward ops are the transposes.
+Interpolation is separable: one small constant matrix per dim and a `dot_general`, as in `jax.image`. Nearest-neighbour
+interpolation that repeats or skips elements regularly is a broadcast or a strided slice. Backward ops are the transposes.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ Matrix = np.ndarray[Any, np.dtype[Any]]
 
 
 def _scale(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
-    """Input elements per output element; a scale factor that the user gave counts, not the sizes that came of it."""
+    """Input elements per output element. A scale factor given by the user has precedence over the ratio of the sizes."""
     if not align_corners and given is not None and given > 0:
         return dtype(1.0) / dtype(given)
     above, below = (size - 1, count - 1) if align_corners else (size, count)
-    if are_sizes_open():  # both are numbers of a call then, and their quotient has no form that two traces could show
+    if are_sizes_open():  # both vary between calls, and no formula for their quotient could be derived from traces
         return jnp.asarray(above, dtype) / jnp.asarray(below, dtype) if below else dtype(0)
     return dtype(above / below if below else 0) if align_corners else dtype(above) / dtype(below)
 
 
-def _counted(count: int, dtype: Any) -> Any:
-    """0, 1, 2, ...: of Python, or of a program that stands for other sizes too."""
+def _iota(count: int, dtype: Any) -> Any:
+    """0, 1, 2, ...: a numpy array, or a traced one if the program is also for other sizes."""
     return lax.iota(dtype, count) if are_sizes_open() else np.arange(count).astype(dtype)
 
 
 def _nearest_at(size: int, count: int, given: float | None, exact: bool) -> Any:
-    """The input index of each output index, computed in float32 as torch does."""
+    """The input index of each output index, computed in float32 like torch."""
     scale = _scale(size, count, False, given, np.float32)
     xp: Any = jnp if are_sizes_open() else np
-    at = xp.floor((_counted(count, np.float32) + np.float32(0.5 if exact else 0)) * scale)
+    at = xp.floor((_iota(count, np.float32) + np.float32(0.5 if exact else 0)) * scale)
     return xp.minimum(at.astype(np.int64), size - 1)
 
 
 def _nearest(x: Any, dim: int, count: int, given: float | None, exact: bool) -> Any:
-    """`x` resized along one dim: repeats as a broadcast, regular steps as a slice, else a gather."""
+    """`x` resized along one dim: by a broadcast if elements repeat, by a slice for regular steps, else by a gather."""
     size = x.shape[dim]
     if count == size and (given is None or given == 1.0):
         return x
     is_repeated = given is not None and given >= 1 and float(given).is_integer()
     if are_sizes_open() and not is_repeated:
         return jnp.take(x, _nearest_at(size, count, given, exact), axis=dim, mode="clip")
-    with closed_sizes():  # each as often, whatever their number
+    with closed_sizes():  # every element repeats equally often, for any size
         return _taken(x, dim, _nearest_at(size, count, given, exact))
 
 
 def _taken(x: Any, dim: int, at: Matrix) -> Any:
-    """`x` at the indices along one dim."""
+    """`x` at the indices `at` along one dim."""
     size, count = x.shape[dim], len(at)
     if count == size and (at == np.arange(size)).all():
         return x
@@ -76,12 +76,12 @@ def _taken(x: Any, dim: int, at: Matrix) -> Any:
 def _source(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
     """The fractional input position of each output element."""
     scale = _scale(size, count, align_corners, given, dtype)
-    index = _counted(count, dtype)
+    index = _iota(count, dtype)
     return scale * index if align_corners else scale * (index + dtype(0.5)) - dtype(0.5)
 
 
-def _of_taps(size: int, count: int, taps: Sequence[tuple[Any, Any]], dtype: Any) -> Any:
-    """[count, size], with the weights of some elements in each row."""
+def _matrix_of_taps(size: int, count: int, taps: Sequence[tuple[Any, Any]], dtype: Any) -> Any:
+    """[count, size]: for each tap (at, weight), `weight[i]` is added in row i and column `at[i]`."""
     if are_sizes_open():
         column = lax.broadcasted_iota(np.int64, (count, size), 1)
         return sum(jnp.where(column == at[:, None], weight[:, None], jnp.zeros((), dtype)) for at, weight in taps)
@@ -92,12 +92,12 @@ def _of_taps(size: int, count: int, taps: Sequence[tuple[Any, Any]], dtype: Any)
 
 
 def _linear_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
-    """[count, size]: two taps per output element."""
+    """[count, size], with two taps per output element."""
     xp: Any = jnp if are_sizes_open() else np
     source = xp.maximum(_source(size, count, align_corners, given, dtype), dtype(0))
     low = xp.minimum(source.astype(np.int64), size - 1)
     share = xp.clip(source - low.astype(dtype), 0, 1)
-    return _of_taps(size, count, [(low, 1 - share), (xp.minimum(low + 1, size - 1), share)], dtype)
+    return _matrix_of_taps(size, count, [(low, 1 - share), (xp.minimum(low + 1, size - 1), share)], dtype)
 
 
 def _cubic(t: Any, a: float, xp: Any = np) -> Any:
@@ -109,17 +109,17 @@ def _cubic(t: Any, a: float, xp: Any = np) -> Any:
 
 
 def _cubic_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
-    """[count, size]: four taps per output element, those outside moved to the border."""
+    """[count, size], with four taps per output element. Taps outside the input move to its border."""
     xp: Any = jnp if are_sizes_open() else np
     source = _source(size, count, align_corners, given, dtype)
     low = xp.floor(source)
-    places = [xp.clip(low.astype(np.int64) + offset, 0, size - 1) for offset in (-1, 0, 1, 2)]
+    columns = [xp.clip(low.astype(np.int64) + offset, 0, size - 1) for offset in (-1, 0, 1, 2)]
     weights = [_cubic(source - low - offset, -0.75, xp).astype(dtype) for offset in (-1, 0, 1, 2)]
-    return _of_taps(size, count, list(zip(places, weights, strict=True)), dtype)
+    return _matrix_of_taps(size, count, list(zip(columns, weights, strict=True)), dtype)
 
 
 def _antialiased(kernel: Callable[[Any], Any], radius: float) -> Callable[..., Matrix]:
-    """The matrix of a filter as wide as the output's elements are in the input, rows summing to one."""
+    """The matrix of a filter that is scaled to the spacing of the output. Its rows sum to one."""
 
     def matrix_of(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
         with closed_sizes():
@@ -155,7 +155,7 @@ _MATRICES = {
 
 def _lower_interpolation(name: str, rank: int, matrix_of: Callable[..., Matrix]) -> None:
     def upsample(self: Any, output_size: Any, align_corners: bool, *scales: float | None) -> Any:
-        """[N, C, ...] to [N, C, *output_size]; integers by way of float32, rounded."""
+        """[N, C, ...] to [N, C, *output_size]. Integers are computed in float32 and rounded."""
         is_integer = not jnp.issubdtype(self.dtype, jnp.floating)
         x = self.astype(jnp.float32) if is_integer else wide(self)
         given = (*scales, *(None,) * rank)[:rank]
@@ -207,7 +207,7 @@ _ZEROS, _BORDER = 0, 1
 
 
 def _reflected(x: Any, twice_low: int, twice_high: int) -> Any:
-    """Positions folded back between low and high, given doubled."""
+    """Positions reflected into [low, high], whose bounds are given doubled."""
     if twice_low == twice_high:
         return jnp.zeros_like(x)
     low, span = twice_low / 2, (twice_high - twice_low) / 2
@@ -218,7 +218,7 @@ def _reflected(x: Any, twice_low: int, twice_high: int) -> Any:
 
 
 def _inside(x: Any, size: int, padding_mode: int, align_corners: bool) -> Any:
-    """Positions as the padding mode moves them."""
+    """Positions, moved into the image according to the padding mode."""
     if padding_mode == _ZEROS:
         return x
     if padding_mode != _BORDER:
@@ -227,7 +227,7 @@ def _inside(x: Any, size: int, padding_mode: int, align_corners: bool) -> Any:
 
 
 def _pick(image: Any, positions: list[Any]) -> Any:
-    """image [N, C, ...] at whole positions [N, ...] per dim; zeros outside."""
+    """image [N, C, ...] at integer positions, [N, ...] per dim; zeros outside."""
     sizes = image.shape[2:]
     valid = jnp.ones((), bool)
     index: list[Any] = []
@@ -240,7 +240,7 @@ def _pick(image: Any, positions: list[Any]) -> Any:
 
 @lower("grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
-    """input [N, C, (D,) H, W] at grid [N, ..., rank], whose last dim holds x, y(, z) in [-1, 1]."""
+    """input [N, C, (D,) H, W] sampled at grid [N, ..., rank], whose last dim is x, y(, z) in [-1, 1]."""
     image, at = wide(input), wide(grid)
     sizes = image.shape[2:]
     positions: list[Any] = []
@@ -265,7 +265,7 @@ def _weighted(
 ) -> Any:
     """Sum over the taps around each position of weight times value."""
     lows = [jnp.floor(lax.stop_gradient(x)) for x in positions]
-    beyond = [x - low for x, low in zip(positions, lows, strict=True)]  # far out, low + tap is rounded
+    beyond = [x - low for x, low in zip(positions, lows, strict=True)]  # relative to low: for large positions, low + tap is rounded
     total: Any = 0
     for offsets in np.ndindex(*(len(taps),) * len(positions)):
         corner = [low + taps[o] for low, o in zip(lows, offsets, strict=True)]
@@ -295,7 +295,7 @@ def im2col(self: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
     n, c = self.shape[:2]
     x = jnp.pad(self, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
     rows, columns = (x.shape[2] - dh * (kh - 1) - 1) // sh + 1, (x.shape[3] - dw * (kw - 1) - 1) // sw + 1
-    if (kh, kw) == (sh, sw) and (dh, dw) == (1, 1):  # blocks side by side: only a transpose
+    if (kh, kw) == (sh, sw) and (dh, dw) == (1, 1):  # adjacent blocks: only a transpose
         x = x[:, :, : rows * kh, : columns * kw].reshape(n, c, rows, kh, columns, kw)
         return jnp.transpose(x, (0, 1, 3, 5, 2, 4)).reshape(n, c * kh * kw, rows * columns)
     blocks = [
@@ -308,7 +308,7 @@ def im2col(self: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
 
 @lower("col2im")
 def col2im(self: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """The transpose of `im2col`: overlapping blocks add up."""
+    """The transpose of `im2col`, which sums overlapping blocks."""
     kernel = tuple(kernel_size) * 2 if len(kernel_size) == 1 else tuple(kernel_size)
     size = (*self.shape[:-2], self.shape[-2] // math.prod(kernel), *output_size)
     return _transposed(lambda x: im2col(x, kernel, dilation, padding, stride), size, self)

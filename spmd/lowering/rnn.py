@@ -1,6 +1,6 @@
-"""Recurrent networks, kept whole: per layer and direction one product over all steps and one `lax.scan`.
+"""Recurrent networks, kept whole: per layer and direction, one matmul over all steps and one `lax.scan`.
 
-Packed sequences run as padded ones under a constant mask: a sample's state stands still at steps that it does not have.
+Packed sequences run as padded ones with a constant mask. The state of a sample does not change at steps that it lacks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jax import lax
 
 from spmd.lowering._registry import lower
 from spmd.lowering.matmul import linear
-from spmd.lowering.random import thinned
+from spmd.lowering.random import with_dropout
 
 State = tuple[Any, ...]
 Cell = Callable[[Any, State, list[Any]], State]
 
 
 def _lstm_cell(gates: Any, state: State, weights: list[Any]) -> State:
-    """One step from the input's share of the gates, in order input, forget, cell, output."""
+    """One step. `gates` is the contribution of the input, in the order input, forget, cell, output."""
     h, c = state
     i, f, g, o = jnp.split(gates + linear(h, weights[1], weights[3]), 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -31,7 +31,7 @@ def _lstm_cell(gates: Any, state: State, weights: list[Any]) -> State:
 
 
 def _gru_cell(gates: Any, state: State, weights: list[Any]) -> State:
-    """Gates in order reset, update, new; the reset applies after the hidden product."""
+    """One step, with gates in the order reset, update, new. The reset gate applies after the matmul with the hidden state."""
     (h,) = state
     r_x, z_x, n_x = jnp.split(gates, 3, axis=-1)
     r_h, z_h, n_h = jnp.split(linear(h, weights[1], weights[3]), 3, axis=-1)
@@ -49,7 +49,7 @@ def _relu_cell(gates: Any, state: State, weights: list[Any]) -> State:
 
 
 def _direction(cell: Cell, x: Any, start: State, weights: list[Any], mask: Any, reverse: bool) -> tuple[Any, State]:
-    """One layer in one direction over x [T, B, I]; mask [T, B, 1] tells which steps count."""
+    """One layer in one direction over x [T, B, I]. `mask` [T, B, 1]: whether a sample has the step."""
     gates = linear(x, weights[0], weights[2])
 
     def step(state: State, now: Any) -> tuple[State, Any]:
@@ -75,7 +75,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Any, State]:
-    """All layers over x [T, B, I]; `start` holds [layers * directions, B, H] each; returns outputs and last states."""
+    """All layers over x [T, B, I], from initial states [layers * directions, B, H]. Returns outputs and last states."""
     directions = 2 if bidirectional else 1
     size = len(params) // (num_layers * directions)
     lasts: list[State] = []
@@ -83,25 +83,25 @@ def _layers(
         outs: list[Any] = []
         for direction in range(directions):
             at = layer * directions + direction
-            weights = _named(params[at * size : (at + 1) * size], has_biases)
+            weights = _layer_weights(params[at * size : (at + 1) * size], has_biases)
             out, last = _direction(cell, x, tuple(s[at] for s in start), weights, mask, direction == 1)
             outs.append(out)
             lasts.append(last)
         x = jnp.concatenate(outs, -1) if bidirectional else outs[0]
         if train and dropout > 0 and layer < num_layers - 1:
-            x = thinned(jax.random.fold_in(key, layer), x, dropout, x.shape)
+            x = with_dropout(jax.random.fold_in(key, layer), x, dropout, x.shape)
     return x, tuple(jnp.stack(states) for states in zip(*lasts, strict=True))
 
 
-def _named(weights: Any, has_biases: bool) -> list[Any]:
-    """[w_ih, w_hh, b_ih, b_hh, w_hr] with None for what the layer does not have."""
+def _layer_weights(weights: Any, has_biases: bool) -> list[Any]:
+    """[w_ih, w_hh, b_ih, b_hh, w_hr], with None for weights that the layer lacks."""
     biases = list(weights[2:4]) if has_biases else [None, None]
     projection = weights[4 if has_biases else 2 :]
     return [weights[0], weights[1], *biases, projection[0] if projection else None]
 
 
 def _padded(key: Any, cell: Cell, input: Any, start: State, params: Any, *settings: Any) -> tuple[Any, ...]:
-    """`settings`: those of `_layers`, then whether the batch is the first dim."""
+    """A network over a padded input. `settings`: those of `_layers`, then whether the batch is the first dim."""
     *of_layers, batch_first = settings
     x = jnp.swapaxes(input, 0, 1) if batch_first else input
     out, last = _layers(key, cell, x, None, start, params, *of_layers)
@@ -109,7 +109,7 @@ def _padded(key: Any, cell: Cell, input: Any, start: State, params: Any, *settin
 
 
 def _packed(key: Any, cell: Cell, data: Any, batch_sizes: Any, start: State, params: Any, *settings: Any) -> tuple[Any, ...]:
-    """`data` [all steps, I] holds step after step, each of the `batch_sizes` samples that still go on."""
+    """A network over a packed sequence. `data` [all steps, I]: for each step, the inputs of the `batch_sizes` samples that have it."""
     samples = np.arange(batch_sizes[0])
     inside = samples < batch_sizes[:, None]
     at = np.where(inside, np.cumsum(batch_sizes)[:, None] - batch_sizes[:, None] + samples, 0)
@@ -131,7 +131,7 @@ def lstm_data(key: Any, data: Any, batch_sizes: Any, hx: Any, params: Any, *rest
 
 
 def _lower_simple(name: str, cell: Cell) -> None:
-    """Networks whose only state is the hidden one."""
+    """Register a network whose only state is the hidden state."""
 
     def padded(key: Any, input: Any, hx: Any, params: Any, *rest: Any) -> Any:
         return _padded(key, cell, input, (hx,), params, *rest)

@@ -1,6 +1,6 @@
-"""Scatter: every element of a source goes to, or is combined at, its own place along one dim.
+"""Scatter: every element of a source is written to, or combined with, the element at its index along one dim.
 
-The other dims are batch dims of one scatter (by `vmap`), not index columns, so that they may stay sharded.
+The other dims are batch dims of one scatter (by `vmap`) instead of index columns, so that they can stay sharded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def scattered(self: Any, dim: int, index: Any, source: Any, method: str) -> Any:
         source = jnp.broadcast_to(source, index.shape)
     source = source[tuple(slice(0, n) for n in index.shape)]
     missing = [(0, 0 if i == dim else n - m) for i, (n, m) in enumerate(zip(self.shape, index.shape, strict=True))]
-    if any(after for _, after in missing):  # batch dims must agree: what is missing goes to a place that is dropped
+    if any(after for _, after in missing):  # batch dims must agree: pad with an index that is dropped
         index = jnp.pad(index, missing, constant_values=self.shape[dim])
         source = jnp.pad(source, missing)
     along: Callable[..., Any] = lambda x, i, s: combined_at(x.at[i], method, s)  # noqa: E731
@@ -65,7 +65,7 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, in
     return _reduced(self, src, combine, reduce, include_self)
 
 
-def _has_an_index_for_each(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> None:
+def _require_index_per_slice(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> None:
     dim = dim % max(source.ndim, 1)
     count = source.shape[dim] if source.ndim else 1
     if index.size != count:
@@ -73,7 +73,7 @@ def _has_an_index_for_each(self: Any, dim: int, index: Any, source: Any, reduce:
         raise RuntimeError(f"index_reduce_(): {what}")
 
 
-@lower("index_reduce", check=_has_an_index_for_each)
+@lower("index_reduce", check=_require_index_per_slice)
 def index_reduce(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
     def combine(base: Any, method: str, values: Any) -> Any:
         values = values.reshape(-1) if base.ndim == 0 else values

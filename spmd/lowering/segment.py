@@ -1,4 +1,4 @@
-"""Reductions over consecutive runs of rows of different lengths."""
+"""Reductions over consecutive segments of rows of different lengths."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _reduced(data: Any, reduce: str, lengths: Any, initial: Any) -> Any:
 
 
 def _segments(lengths: Any, rows: int) -> Any:
-    """The segment of each row."""
+    """Index of the segment of each row."""
     return jnp.searchsorted(jnp.cumsum(lengths), jnp.arange(rows), side="right")
 
 
 def _prod_gradient(grad: Any, data: Any, lengths: Any, initial: Any) -> Any:
-    """Each row's gradient is the product of the others, whatever zeros there are (jax has no gradient of this scatter)."""
+    """The gradient of each row is the product of the others, also if some are zero. jax has no gradient of this scatter."""
     segments = _segments(lengths, data.shape[0])
     is_zero = data == 0
     of_nonzero = _reduced(jnp.where(is_zero, 1, data), "prod", lengths, initial).at[segments].get(mode="clip")
@@ -43,6 +43,7 @@ def _prod_gradient(grad: Any, data: Any, lengths: Any, initial: Any) -> Any:
 
 
 def _batched(data: Any, reduce: str, lengths: Any, offsets: Any, axis: int, initial: Any) -> Any:
+    """The reduction along `axis`, batched over the dims before it. If `lengths` is None, `offsets` are the bounds of the segments."""
     lengths = jnp.diff(offsets, axis=-1) if lengths is None else lengths
 
     def along(rows: Any, counts: Any) -> Any:

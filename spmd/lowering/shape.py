@@ -1,4 +1,4 @@
-"""Ops that rearrange elements into new tensors (views have no lowering: they are strides)."""
+"""Ops that rearrange elements into new tensors. Views have no lowering: they are strides."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def triu(self: Any, diagonal: int = 0) -> Any:
 
 @lower("slice_backward")
 def slice_backward(grad_output: Any, input_sizes: Any, dim: int, start: int, end: int, step: int) -> Any:
-    """Zeros of `input_sizes` with the gradient in the slice: one pad."""
+    """Zeros of `input_sizes` with the gradient in the slice, as a single pad."""
     size = input_sizes[dim]
     start = min(max(start + size if start < 0 else start, 0), size)
     count = grad_output.shape[dim]
@@ -94,7 +94,7 @@ def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
 
 @lower("diagonal_scatter")
 def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """The diagonal becomes the last dim of `src`; written as a `where` over a mask of the two dims."""
+    """The last dim of `src` is the diagonal. Computed as a `where` over a mask of the two dims."""
     dim1, dim2 = dim1 % self.ndim, dim2 % self.ndim
     rows, columns = (lax.broadcasted_iota(jnp.int32, self.shape, d) for d in (dim1, dim2))
     along = jnp.expand_dims(src, (0,)) if src.ndim == 1 else jnp.expand_dims(jnp.moveaxis(src, -1, 0), 1)
@@ -106,7 +106,7 @@ def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: 
 
 
 def padded(self: Any, padding: Any, mode: str) -> Any:
-    """Grow the last dims by (before, after) pairs, last dim first; a negative count crops."""
+    """Pad the last dims by (before, after) pairs, the last dim first. A negative count crops."""
     pairs = [(0, 0)] * (self.ndim - len(padding) // 2) + [(padding[i], padding[i + 1]) for i in range(len(padding) - 2, -1, -2)]
     out = jnp.pad(self, [(max(before, 0), max(after, 0)) for before, after in pairs], mode=mode)
     return out[tuple(slice(max(-before, 0), n - max(-after, 0)) for (before, after), n in zip(pairs, out.shape, strict=True))]

@@ -1,4 +1,4 @@
-"""The softmax family with its backward ops; 16-bit floats are normalised in float32."""
+"""The softmax family and its backward ops. 16-bit floats are normalised in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd.lowering.norm import wide
 
 
 def _along(fn: Callable[..., Any], x: Any, dim: int) -> Any:
-    """`fn(x, axis=dim)` in float32 for 16-bit floats; torch lets a 0-dim tensor have dim 0."""
+    """`fn(x, axis=dim)`, in float32 for 16-bit floats. torch accepts dim 0 for a 0-dim tensor."""
     return fn(wide(x), axis=dim) if x.ndim else fn(wide(x)[None], axis=0)[0]
 
 
@@ -57,13 +57,13 @@ def _summed(x: Any, dim: int) -> Any:
 
 @lower("_safe_softmax")
 def _safe_softmax(self: Any, dim: int, dtype: Any = None) -> Any:
-    """Softmax where a row of only -inf gives zeros instead of nan."""
+    """Softmax that gives zeros instead of NaN for a row of only -inf."""
     x = self if dtype is None else self.astype(dtype)
     return safe_softmax(wide(x), dim).astype(x.dtype)
 
 
 def safe_softmax(x: Any, dim: int) -> Any:
-    """Softmax of `x`, zeros where everything along `dim` is -inf; no nan in the gradient either."""
+    """Softmax of `x`, with zeros where all elements along `dim` are -inf. The gradient is not NaN there either."""
     largest = jax.lax.stop_gradient(jnp.max(x, dim, keepdims=True, initial=-jnp.inf))
     exponentials = jnp.exp(x - jnp.where(jnp.isneginf(largest), jnp.zeros((), x.dtype), largest))
     total = jnp.sum(exponentials, dim, keepdims=True)
@@ -72,7 +72,7 @@ def safe_softmax(x: Any, dim: int) -> Any:
 
 @lower("_masked_softmax")
 def _masked_softmax(self: Any, mask: Any, dim: int | None = None, mask_type: int | None = None) -> Any:
-    """Softmax over the elements whose mask is False; mask [T, T] (type 0), [B, S] (type 1) or self's shape."""
+    """Softmax over the elements whose mask is False. The mask is [T, T] (type 0), [B, S] (type 1) or has the shape of `self`."""
     x = wide(self)
     if mask_type == 0 and mask.ndim == 2:
         mask = mask[None, None]

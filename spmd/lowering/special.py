@@ -1,4 +1,4 @@
-"""Special functions: gamma and its relatives, error functions, entropies, orthogonal polynomials."""
+"""Special functions: gamma and related functions, error functions, entropies, orthogonal polynomials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd.lowering._registry import lower
 
 
 def _x_log(x: Any, y: Any, log_y: Any) -> Any:
-    """`x * log_y` that is 0 where x is 0, and NaN where y is NaN whatever x."""
+    """`x * log_y`, but 0 where x is 0, and NaN where y is NaN."""
     return jnp.where(jnp.isnan(y), jnp.nan, jnp.where(x == 0, 0.0, x * log_y))
 
 
@@ -32,7 +32,7 @@ def special_xlog1py(self: Any, other: Any) -> Any:
 
 
 def _floating(*operands: Any) -> tuple[Any, ...]:
-    """Tensors and numbers in the one floating dtype of the tensors among them."""
+    """The operands, tensors and numbers, in the floating dtype of the tensors."""
     dtype = next((x.dtype for x in operands if isinstance(x, jax.Array) and not x.weak_type), jnp.float32)
     return tuple(jnp.asarray(x, dtype) for x in operands)
 
@@ -43,11 +43,11 @@ def special_entr(self: Any) -> Any:
     return jnp.where(jnp.isnan(self), self, entropy)
 
 
-if HAS_ERFCX := hasattr(jax.scipy.special, "erfcx"):  # jax 0.10.0 has none
+if HAS_ERFCX := hasattr(jax.scipy.special, "erfcx"):  # missing in jax 0.10.0
 
     @lower("special_erfcx", pointwise=True)
     def special_erfcx(self: Any) -> Any:
-        """jax's, and the asymptotic series where jax's is 0: its erfc is no normal number from 9.19 (float64: 26.54) on."""
+        """jax's function, and the asymptotic series where that is 0: its erfc is subnormal from 9.19 (float64: 26.54) on."""
         half = 0.5 / (self * self)
         series = functools.reduce(lambda inner, odd: 1 - odd * half * inner, range(15, 0, -2), 1.0)
         return jnp.where(
@@ -73,7 +73,7 @@ def sinc(self: Any) -> Any:
 
 @lower("erfinv", pointwise=True)
 def erfinv(self: Any) -> Any:
-    """jax's approximation (six digits) and one Newton step on erfc, which is accurate where erf is flat."""
+    """jax's approximation (six digits), improved by a Newton step on erfc, which is accurate where erf is flat."""
     size = jnp.abs(self)
     guess = jnp.abs(lax.erf_inv(self))
     step = (lax.erfc(guess) - (1 - size)) * (math.sqrt(math.pi) / 2) * jnp.exp(guess * guess)
@@ -100,8 +100,10 @@ def polygamma(n: int, self: Any) -> Any:
 
 
 def _zeta(x: Any, q: Any) -> Any:
-    """Hurwitz zeta. `lax.zeta` is wrong for q <= 0: the poles are infinite, between them an integer order steps up to
-    q >= 1, so that the terms on both sides of zero cancel.
+    """Hurwitz zeta, also for q <= 0, where `lax.zeta` is wrong.
+
+    It is infinite at the poles. Between them, for an integer order, terms are added one by one up to q >= 1, so that those on both
+    sides of zero cancel.
     """
     x, q = jnp.broadcast_arrays(x, q)
     is_pole = (q <= 0) & (q == jnp.floor(q)) & (x > 1)
@@ -122,7 +124,7 @@ def special_zeta(self: Any, other: Any) -> Any:
 
 
 def _incomplete_gamma(fn: Callable[[Any, Any], Any], a: Any, x: Any, at_a_zero: float) -> Any:
-    """`fn` with torch's values on the border of its domain."""
+    """`fn`, with torch's values at the border of its domain."""
     a, x = jnp.broadcast_arrays(a, x)
     out = jnp.where(a == 0, jnp.where(x > 0, at_a_zero, jnp.nan), fn(a, x))
     out = jnp.where(jnp.isinf(a), jnp.where(jnp.isinf(x), jnp.nan, 1.0 - at_a_zero), out)
@@ -159,13 +161,13 @@ def _recurrence(x: Any, n: Any, first: Any, step: Callable[[Any, Any, Any], Any]
 
 
 def _degree(x: Any, n: Any) -> tuple[Any, Any]:
-    """x and the integer degree n, broadcast; a NaN degree is negative, as torch casts it."""
+    """x and the integer degree n, broadcast. A NaN degree becomes negative, as in torch's cast."""
     x, n = jnp.broadcast_arrays(*_floating(x, n))
     return x, jnp.where(jnp.isnan(n), -1, n).astype(jnp.int64)
 
 
 def _chebyshev(x: Any, n: Any, first: Any, closed: Callable[[Any, Any], Any], limit: int) -> Any:
-    """A Chebyshev polynomial: the closed form in the angle inside (-1, 1) from degree `limit` up, else the recurrence."""
+    """A Chebyshev polynomial: the closed form in the angle inside (-1, 1) above degree `limit`, else the recurrence."""
     is_closed = (n > limit) & (jnp.abs(x) < 1.0)
     by_steps = _recurrence(x, jnp.where(is_closed, 0, n), first, lambda k, last, before: (x + x) * last - before)
     angle = jnp.arccos(jnp.clip(x, -1.0, 1.0))

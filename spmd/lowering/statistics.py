@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from spmd.lowering._registry import assumed, lower
-from spmd.lowering.reduce import has_elements
+from spmd.lowering.reduce import nonempty_dim_check
 
 
 def _sorted(self: Any, dim: int) -> tuple[Any, Any]:
@@ -25,7 +25,7 @@ def _is_nan(x: Any) -> Any:
 
 
 def _lower_median(self: Any, dim: int, ignores_nan: bool) -> tuple[Any, Any]:
-    """The lower of the two middle elements and its position; a NaN, if there is one and it counts, is the median."""
+    """(lower of the two middle elements, its position). If an element is NaN, so is the median, unless `ignores_nan`."""
     values, order = _sorted(self, dim)
     count = self.shape[dim]
     num_nan = jnp.sum(_is_nan(values), dim, keepdims=True)
@@ -37,18 +37,19 @@ def _lower_median(self: Any, dim: int, ignores_nan: bool) -> tuple[Any, Any]:
 
 
 def _along(self: Any, dim: int, keepdim: bool, pick: Any) -> Any:
+    """`pick(self, dim)`, which returns (values, positions), without the dim unless `keepdim`. A 0-dim tensor is its own result."""
     if self.ndim == 0:
         return self, jnp.zeros((), jnp.int64)
     values, positions = pick(self, dim % self.ndim)
     return (values, positions) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(positions, dim))
 
 
-@lower("median.dim", check=has_elements("median"))
+@lower("median.dim", check=nonempty_dim_check("median"))
 def median_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return _along(self, dim, keepdim, lambda x, d: _lower_median(x, d, False))
 
 
-@lower("nanmedian.dim", check=has_elements("nanmedian"))
+@lower("nanmedian.dim", check=nonempty_dim_check("nanmedian"))
 def nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
     return _along(self, dim, keepdim, lambda x, d: _lower_median(x, d, True))
 
@@ -67,25 +68,25 @@ def _empty_median(self: Any) -> Any:
     return jnp.full((), jnp.nan if jnp.issubdtype(self.dtype, jnp.inexact) else jnp.iinfo(self.dtype).min, self.dtype)
 
 
-@lower("mode", check=has_elements("mode"))
+@lower("mode", check=nonempty_dim_check("mode"))
 def mode(self: Any, dim: int = -1, keepdim: bool = False) -> Any:
-    """The most frequent value, the smallest of those, at its last position."""
+    """(most frequent value, its last position); if several are equally frequent, the smallest of them."""
     return _along(self, dim, keepdim, _most_frequent)
 
 
 def _most_frequent(self: Any, dim: int) -> tuple[Any, Any]:
     values, order = _sorted(self, dim)
-    place = lax.broadcasted_iota(jnp.int64, self.shape, dim)
+    position = lax.broadcasted_iota(jnp.int64, self.shape, dim)
     differs = lax.slice_in_dim(values, 1, None, axis=dim) != lax.slice_in_dim(values, 0, -1, axis=dim)
-    is_first = jnp.concatenate([jnp.ones_like(lax.slice_in_dim(place, 0, 1, axis=dim), bool), differs], dim)
-    run_length = place - lax.cummax(jnp.where(is_first, place, 0), dim)
+    is_first = jnp.concatenate([jnp.ones_like(lax.slice_in_dim(position, 0, 1, axis=dim), bool), differs], dim)
+    run_length = position - lax.cummax(jnp.where(is_first, position, 0), dim)
     best = jnp.argmax(run_length, dim, keepdims=True)
     return jnp.take_along_axis(values, best, dim), jnp.take_along_axis(order, best, dim)
 
 
 @lower("histc")
 def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    """Counts in `bins` equal bins of [min, max], of the data's own range when both are equal; others are left out."""
+    """Counts in `bins` equal bins of [min, max], or of the range of the data if both are equal. Elements outside are not counted."""
     x = self.reshape(-1)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     low, high = jnp.asarray(min, wide.dtype), jnp.asarray(max, wide.dtype)
@@ -100,7 +101,7 @@ def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 @lower("bincount", data_dependent=True)
 def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Where nobody has the values, `minlength` is the length: metrics give the number of classes."""
+    """If the values are unknown, the length is assumed to be `minlength`: metrics pass the number of classes."""
     if self.ndim != 1:
         raise RuntimeError(_NO_COUNTS)
     length = minlength
@@ -121,20 +122,20 @@ def _is_assumed_below(values: Any, length: int) -> bool:
     wide = values.astype(jnp.int64)
     return assumed(
         lambda: jnp.any((wide < 0) | (wide >= length)),
-        f"bincount(x, minlength={length}) has {length} elements in a program, and x holds a value outside [0, {length})",
-        f"give the number of values: torch.bincount(x, minlength=n); or call it on x.clamp(0, {length - 1})",
+        f"bincount(x, minlength={length}) has {length} elements in a program, and x contains a value outside [0, {length})",
+        f"pass the number of values: torch.bincount(x, minlength=n); or call it on x.clamp(0, {length - 1})",
     )
 
 
 def _counts(points: Any, edges: list[Any], weight: Any, density: bool) -> Any:
-    """Counts of the points [N, D] in the cells between the edges of each of D dims; the last edge belongs to the last cell."""
+    """Counts of the points [N, D] in the cells between the edges of D dims. The last edge belongs to the last cell."""
     sizes = tuple(e.shape[0] - 1 for e in edges)
     flat = jnp.zeros(points.shape[0], jnp.int64)
     inside = jnp.ones(points.shape[0], bool)
     for d, edge in enumerate(edges):
         x = points[:, d]
-        place = jnp.searchsorted(edge, x, side="right") - 1
-        flat = flat * sizes[d] + jnp.clip(jnp.where(x == edge[-1], sizes[d] - 1, place), 0, sizes[d] - 1)
+        cell = jnp.searchsorted(edge, x, side="right") - 1
+        flat = flat * sizes[d] + jnp.clip(jnp.where(x == edge[-1], sizes[d] - 1, cell), 0, sizes[d] - 1)
         inside &= (x >= edge[0]) & (x <= edge[-1])
     share = jnp.ones(points.shape[0], points.dtype) if weight is None else weight.reshape(-1).astype(points.dtype)
     counts = jnp.zeros(math.prod(sizes), points.dtype).at[flat].add(jnp.where(inside, share, 0)).reshape(sizes)
@@ -171,30 +172,30 @@ def histogram_bins_tensor(self: Any, bins: Any, *, weight: Any = None, density: 
     return _counts(self.reshape(-1, 1), [bins], weight, density), bins
 
 
-def _has_bins_for_all(self: Any, bins: Any, **rest: Any) -> None:
+def _require_bins_per_dim(self: Any, bins: Any, **rest: Any) -> None:
     if self.ndim and len(bins) != self.shape[-1]:
         raise RuntimeError("histogramdd: The size of bins must be equal to the innermost dimension of the input.")
 
 
-@lower("_histogramdd_bin_edges", check=_has_bins_for_all)
+@lower("_histogramdd_bin_edges", check=_require_bins_per_dim)
 def _histogramdd_bin_edges(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     return _edges(self.reshape(-1, self.shape[-1]), bins, range)
 
 
-@lower("_histogramdd_from_bin_cts", check=_has_bins_for_all)
+@lower("_histogramdd_from_bin_cts", check=_require_bins_per_dim)
 def _histogramdd_from_bin_cts(self: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     points = self.reshape(-1, self.shape[-1])
     return _counts(points, _edges(points, bins, range), weight, density)
 
 
-@lower("_histogramdd_from_bin_tensors", check=_has_bins_for_all)
+@lower("_histogramdd_from_bin_tensors", check=_require_bins_per_dim)
 def _histogramdd_from_bin_tensors(self: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
     return _counts(self.reshape(-1, self.shape[-1]), list(bins), weight, density)
 
 
 @lower("hash_tensor")
 def hash_tensor(self: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Any:
-    """Exclusive or of the elements' bits, as float64 or int64; torch has no other mode."""
+    """Exclusive or of the bits of the elements, as float64 or int64. torch has no other mode."""
     wide = self.astype(jnp.float64 if jnp.issubdtype(self.dtype, jnp.floating) else jnp.int64)
     axis = tuple(range(self.ndim)) if not dim else tuple(d % self.ndim for d in dim if self.ndim)
     out = lax.reduce(lax.bitcast_convert_type(wide, jnp.uint64), np.uint64(0), lax.bitwise_xor, axis)

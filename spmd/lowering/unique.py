@@ -1,4 +1,4 @@
-"""Which values occur and where: results whose shape depends on the values. Counts into bins are in `statistics`."""
+"""Unique values and nonzero positions: results whose shape depends on values. Counts in bins are in `statistics`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _unique(self: Any, sorted: bool = True, return_inverse: bool = False) -> Any
 @lower("_unique2", data_dependent=True)
 def _unique2(self: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
     values, inverse, counts = jnp.unique(self, return_inverse=True, return_counts=True, equal_nan=False)
-    return _asked(values, inverse.reshape(self.shape), counts, return_inverse, return_counts)
+    return _requested(values, inverse.reshape(self.shape), counts, return_inverse, return_counts)
 
 
 @lower("unique_dim", data_dependent=True)
@@ -43,12 +43,12 @@ def unique_dim(self: Any, dim: int, sorted: bool = True, return_inverse: bool = 
     if self.size == 0 and self.shape[dim]:
         raise RuntimeError("There are 0 sized dimensions, and they aren't selected, so unique cannot be applied")
     values, inverse, counts = jnp.unique(self, axis=dim, return_inverse=True, return_counts=True, equal_nan=False)
-    return _asked(values, inverse.reshape(-1), counts, return_inverse, return_counts)
+    return _requested(values, inverse.reshape(-1), counts, return_inverse, return_counts)
 
 
 @lower("unique_consecutive", data_dependent=True)
 def unique_consecutive(self: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None) -> Any:
-    """Runs of equal elements (of the flattened tensor) or of equal slices along `dim`, each once."""
+    """One element per run of equal elements (of the flattened tensor), or one slice per run of equal slices along `dim`."""
     rows = self.reshape(-1) if dim is None else jnp.moveaxis(self, dim, 0)
     count = rows.shape[0]
     differs = jnp.any(rows[1:] != rows[:-1], axis=tuple(range(1, rows.ndim)))
@@ -57,7 +57,7 @@ def unique_consecutive(self: Any, return_inverse: bool = False, return_counts: b
     values = rows[starts] if dim is None else jnp.moveaxis(rows[starts], 0, dim)
     counts = jnp.diff(jnp.concatenate([starts, jnp.array([count])]))
     inverse = jnp.cumsum(is_first) - 1
-    return _asked(values, inverse.reshape(self.shape) if dim is None else inverse, counts, return_inverse, return_counts)
+    return _requested(values, inverse.reshape(self.shape) if dim is None else inverse, counts, return_inverse, return_counts)
 
 
 @lower("unique_dim_consecutive", data_dependent=True)
@@ -65,8 +65,8 @@ def unique_dim_consecutive(self: Any, dim: int, return_inverse: bool = False, re
     return unique_consecutive(self, return_inverse, return_counts, dim)
 
 
-def _asked(values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
-    """What was not asked for is an empty tensor, as torch has it."""
+def _requested(values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
+    """The requested results; the others are empty tensors, as in torch."""
     nothing = jnp.zeros((0,), jnp.int64)
     return (
         values,

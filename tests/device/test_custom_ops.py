@@ -303,7 +303,7 @@ class TestRegistration:
 
 
 class TestSharding:
-    """`lower(..., sharding=...)`: rules that run on pieces."""
+    """`lower(..., sharding=...)`: rules that run on shards."""
 
     @staticmethod
     def scanned(name: str, sharding: str) -> tuple[Any, Any]:
@@ -355,15 +355,15 @@ class TestSharding:
 
     def test_a_text_that_does_not_fit_the_call_is_named(self) -> None:
         op, _ = self.scanned("misfit", "b t d, d -> b t d")
-        with pytest.raises(ValueError, match=r"it names arrays of \[3, 1\] dims, the call has arrays of \[3, 2\] dims"):
+        with pytest.raises(ValueError, match=r"it describes arrays with \[3, 1\] dims, the call has arrays with \[3, 2\] dims"):
             op(batch(2, 3, 4).to("jax"), batch(2, 4).to("jax"))
 
     @pytest.mark.parametrize(
         ("text", "error"),
         [
             ("b t, d -> b t", "'d' is not a dim of every result"),
-            ("b t, b t", "names no dims"),
-            ("b 2 -> b 2", "names no dims: '2'"),
+            ("b t, b t", "has no '->' before its results"),
+            ("b 2 -> b 2", "contains '2', which is not a name"),
             ("b b -> b b", "uses one name for two dims of an array"),
         ],
     )
