@@ -69,7 +69,7 @@ def export(
         path: path of the file.
         also: further positional arguments, for other sizes or Python values. Each gets its own program; all share one state.
         platforms: target platforms ("cpu", "cuda", "rocm", "tpu"); None: the platform of the tensors.
-        weights: save the state's values; otherwise whoever loads the file supplies them. Tensors over a topology have none.
+        weights: save the values of the state. Otherwise they are passed when the file is loaded. Tensors over a topology have no values.
         dynamic: dims of varying size, as for `spmd.compile`; None: those that the step was compiled with, if any. Calls of the file may
             have any size from `min` to `max` that is a multiple of the number of shards. Nothing is padded, so buckets do not apply.
 
@@ -77,8 +77,8 @@ def export(
         The path.
 
     Raises:
-        SpmdError: the function needs Python: it writes to Python objects, updates an argument, returns something other than
-            containers of tensors and plain values, or depends on values of the host.
+        SpmdError: the program would need Python: the function writes to Python objects, updates an argument, returns something other
+            than containers of tensors and plain values, or depends on values of the host.
         TraceError: from `spmd.compile`; or it is not proved that one program, plus a few for small sizes, covers all sizes.
     """
     source = fn._fn if isinstance(fn, Step) else fn
@@ -118,7 +118,7 @@ def _require_tuples(several: Sequence[Any], name: str) -> None:
 
 
 def _named_like(source: Any) -> Callable[[Any], Any]:
-    """Give a function the name and signature of `source`."""
+    """A decorator that gives a function the name and signature of `source`."""
 
     def rename(call: Any) -> Any:
         call.__name__ = call.__qualname__ = name_of(source)
@@ -228,7 +228,7 @@ class _Part:
             raise _refused(self.name, "takes an object that holds tensors", "access it from the function instead, as state")
 
     def exported(self, platforms: tuple[str, ...]) -> Any:
-        """The program in `jax.export`'s form."""
+        """The program as a `jax.export.Exported`."""
         program, captured = self.program, self.captured
         inner = program._function()
         draws = captured.inputs.draws
@@ -354,7 +354,7 @@ def _described(name: str, buffer: Buffer, dims: Mapping[int, str]) -> dict[str, 
 
 
 def _paths(traced: Traced) -> tuple[list[tuple[dict[str, Any], Mapping[int, str]]], list[dict[str, Any]]]:
-    """Paths of the tensors among the arguments, with their dims of varying size, and paths of the other values."""
+    """(paths of the tensors among the arguments, with their dims of varying size; paths of the other values)."""
     tensors: list[tuple[dict[str, Any], Mapping[int, str]]] = []
     names = {id(named.tensor): named.dims for named in traced.named}
     constants: list[dict[str, Any]] = []

@@ -2,9 +2,9 @@
 
 Note [Sizes in a file]
 If sizes vary, the function is traced at a few sizes, and the traces become one program over symbols (`sizes._symbolic`). That program
-is valid for sizes of 2 and more where no dim in it has fewer than two elements and Python's questions about sizes have the same answers
-as in the traces. The few other sizes of a name (1, which broadcasts; 2 if the function computes `x[1:]`) get programs of their own, in
-which the other names still vary. Sizes that remain are refused here or, for combinations of names, by the loader.
+is valid for sizes of 2 and more for which no dim in it has fewer than two elements and Python's conditions on sizes have the same
+outcomes as in the traces. The few other sizes of a name (1, which broadcasts; 2 if the function computes `x[1:]`) get programs of their
+own, in which the other names still vary. The remaining sizes are refused here or, for combinations of names, by the loader.
 """
 
 from __future__ import annotations
@@ -139,10 +139,12 @@ class FileTraces(Step[Any, Any]):
         return found
 
     def _by_remainders(self, part: _Part, declared: Mapping[str, Range], error: Inexact) -> list[_Part]:
-        """Split `part` by remainder of what Python divided sizes by. For sizes with the same remainder a quotient is a linear function.
+        """Split `part` by the remainders of its sizes, modulo the numbers by which Python divided a size.
+
+        For sizes with the same remainder, the quotient is a linear function.
 
         Raises:
-            TraceError: this does not help.
+            TraceError: the split does not help, or makes too many parts.
         """
         period = math.lcm(*self._divisors)
         steps = {name: math.lcm(own.multiple, period) for name, own in declared.items() if name not in part.fixed}
@@ -278,7 +280,7 @@ class FileTraces(Step[Any, Any]):
         return TraceError(
             message(
                 f"{self._name} is not one program for all sizes of dim {name!r}",
-                f"because of Python's questions about sizes, or a dim of few elements, one program only covers {name} = {text}",
+                f"because of Python's conditions on sizes, or a dim of few elements, one program only covers {name} = {text}",
                 fix=f"spmd.Dim({name!r}, min={longest[0]}, max={longest[-1]})",
             )
         )

@@ -33,7 +33,7 @@ FORMAT = 2
 
 
 class ExportedProgramError(ValueError):
-    """A file that cannot run here, or a call that does not fit it."""
+    """A file that cannot run here, or a call that does not match its programs."""
 
 
 def _error(what: str, *details: str, fix: str) -> ExportedProgramError:
@@ -235,8 +235,8 @@ class ExportedProgram:
             numbers: new values of Python numbers that are inputs, such as learning rates, by name; see `manifest["numbers"]`.
 
         Raises:
-            ExportedProgramError: an argument does not fit.
-            RuntimeError: a check that the function makes of its values failed.
+            ExportedProgramError: an argument does not match any program of the file.
+            RuntimeError: a check of values in the function failed.
         """
         number, sizes = self._fitting(args, kwargs)
         part = self.manifest["programs"][number]
@@ -300,7 +300,7 @@ class ExportedProgram:
         )
         if is_another or not all(value_of(limit, sizes) for limit in part["limits"]):
             listed = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            what = "a dim would have fewer than two elements, or Python's questions about sizes would have other answers"
+            what = "a dim would have fewer than two elements, or Python's conditions on sizes would have other outcomes"
             raise _error(
                 f"no program in this file covers {listed}", what, fix="export a program for these sizes too: spmd.export(..., also=[(x,)])"
             )

@@ -1,8 +1,8 @@
 """`from_dlpack`: shares memory of CPU or CUDA torch, numpy or any library with DLPack as tensors on device 'jax', without a copy.
 
 x = spmd.from_dlpack(torch.randn(64, 64))                          # the same memory
-x = spmd.from_dlpack(pieces, m, ("data", None))                    # one shard for each device of the mesh
-y = torch.from_dlpack(spmd.to_jax(x))                              # and back, by jax's own __dlpack__; also shard by shard
+x = spmd.from_dlpack(shards, m, ("data", None))                    # one shard per device of the mesh
+y = torch.from_dlpack(spmd.to_jax(x))                              # back, by jax's own __dlpack__; also shard by shard
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def from_dlpack(source: Any, mesh: Any = None, partition_spec: SpecLike | None =
     donates the shared memory.
 
     Args:
-        source: an array or tensor with `__dlpack__`; with a mesh a sequence of them, one per device in the mesh's order.
-        mesh: the mesh of the shards, with `partition_spec`. Each shard must be on its device. For virtual CPU devices except the
-            first it is copied, because DLPack knows only one CPU.
+        source: an array or tensor with `__dlpack__`; with a mesh, a sequence of them, one per device in the order of the mesh.
+        mesh: the mesh of the shards, with `partition_spec`. Each shard must be on its device. A shard on a virtual CPU device other
+            than the first is copied, because DLPack has only one CPU device.
 
     Raises:
         SpmdError: the source requires grad, or its memory is not contiguous or not aligned to 64 bytes, as jax needs.
@@ -39,20 +39,20 @@ def from_dlpack(source: Any, mesh: Any = None, partition_spec: SpecLike | None =
     with exact_dtypes():
         if mesh is None:
             return from_jax(_shared(source, None))
-        pieces, spec = list(source), ShardingSpec(as_mesh(mesh), partition_spec if partition_spec is not None else ())
-        places: list[Any] = list(spec.mesh.to_jax().devices.flat)
-        shapes = {tuple(piece.shape) for piece in pieces}
-        if len(pieces) != len(places) or len(shapes) != 1:
+        shards, spec = list(source), ShardingSpec(as_mesh(mesh), partition_spec if partition_spec is not None else ())
+        mesh_devices: list[Any] = list(spec.mesh.to_jax().devices.flat)
+        shapes = {tuple(shard.shape) for shard in shards}
+        if len(shards) != len(mesh_devices) or len(shapes) != 1:
             raise SpecError(
                 message(
-                    f"from_dlpack was given {len(pieces)} shards of shapes {sorted(shapes)} for a mesh of {len(places)} devices",
+                    f"from_dlpack was given {len(shards)} shards of shapes {sorted(shapes)} for a mesh of {len(mesh_devices)} devices",
                     fix="pass one shard per device, all of one shape; pad them, or use mark_sharding(x.to('jax'), ...)",
                 )
             )
         (shape,) = shapes
-        whole = tuple(size * shards for size, shards in zip(shape, _shards_per_dim(spec, len(shape)), strict=True))
-        arrays = [_shared(piece, device) for piece, device in zip(pieces, places, strict=True)]
-        return from_jax(jax.make_array_from_single_device_arrays(whole, spec.to_jax(), arrays))
+        global_shape = tuple(size * count for size, count in zip(shape, _shards_per_dim(spec, len(shape)), strict=True))
+        arrays = [_shared(shard, device) for shard, device in zip(shards, mesh_devices, strict=True)]
+        return from_jax(jax.make_array_from_single_device_arrays(global_shape, spec.to_jax(), arrays))
 
 
 def _shards_per_dim(spec: ShardingSpec, rank: int) -> list[int]:

@@ -46,15 +46,16 @@ def functionalize(module: nn.Module | Callable[..., Any] | torch.export.Exported
 
     Args:
         module: a module on device 'jax'; a function of tensors, which has no parameters and buffers; or a program of `torch.export` on
-            any device, which becomes a function of every size that it allows. It is not changed, neither now nor by calls.
+            any device, which becomes a function for all sizes that it allows. The module is not changed, neither now nor by calls.
 
     Returns:
-        `fn`, called as `fn(params, buffers, key, *args, **kwargs)`; `params`, a flat dict of what requires grad; `buffers`, the rest:
-        buffers and frozen parameters. Names are those of `state_dict`; a tied tensor occurs once, under its first name. The arrays are the
-        module's own, not copies. Where JAX has no 64-bit types, 64-bit integers (counters) are converted to 32 bits.
+        `fn`, called as `fn(params, buffers, key, *args, **kwargs)`; `params`, a flat dict of the tensors that require grad; `buffers`, a
+        dict of the others: buffers and frozen parameters. Names are those of `state_dict`; a tied tensor occurs once, under its first
+        name. The arrays are the module's own, not copies. If JAX's 64-bit types are disabled, 64-bit integers (counters) are converted
+        to 32 bits.
 
     Raises:
-        SpmdError: the module is not on device 'jax', or has float64 values (or large integers) where JAX has no 64-bit types.
+        SpmdError: the module is not on device 'jax', or has float64 values (or large integers) and JAX's 64-bit types are disabled.
     """
     if isinstance(module, torch.export.ExportedProgram):
         module = module_on_device(module)
@@ -79,7 +80,7 @@ def _as_array(name: str, tensor: torch.Tensor) -> Any:
         if array.size and not bool(((array >= limits.min) & (array <= limits.max)).all()):
             raise SpmdError(
                 message(
-                    f"{name!r} has integers that do not fit into 32 bits, and JAX's 64-bit types are disabled",
+                    f"{name!r} has integers that do not fit in 32 bits, and JAX's 64-bit types are disabled",
                     fix='jax.config.update("jax_enable_x64", True)',
                 )
             )
@@ -114,9 +115,9 @@ class Functionalized:
             The module's result, with arrays instead of tensors.
 
         Raises:
-            SpmdError: names or shapes do not match the module; an argument or result is not a type that JAX supports.
-            TraceError: the module writes to a buffer, which this call would lose; it draws random numbers and `key` is None; or it writes
-                to something that is not a buffer.
+            SpmdError: names or shapes do not match the module, or JAX does not support the type of an argument or result.
+            TraceError: the module writes to a buffer, whose new value this call would lose; it draws random numbers and `key` is None;
+                or it writes to something that is not a buffer.
         """
         call = _Call(self.module, self.__name__, params, buffers, key, args, kwargs)
         result, written = call.run()
@@ -133,7 +134,7 @@ class Functionalized:
     def with_buffers(
         self, params: Mapping[str, Any], buffers: Mapping[str, Any], key: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Arrays]:
-        """Call the module; returns (its result, all buffers, with the new values of those that it wrote). Arguments as for a call.
+        """Call the module. Returns (its result, all buffers, with new values for those that it wrote to). Arguments as for a call.
 
         A new value has the dtype of the buffer that was passed.
         """
@@ -245,7 +246,7 @@ class _Call:
 
 
 def _words(key: Any) -> Any:
-    """The random state, uint32[4], for a key of `jax.random`; zeros for None, in which case nothing may be drawn."""
+    """The random state, uint32[4], for a key of `jax.random`. For None it is zeros, and drawing from it is an error."""
     if key is None:
         return np.zeros(4, np.uint32)
     if isinstance(key, torch.Tensor) or not hasattr(key, "dtype"):

@@ -2,10 +2,10 @@
 
     with StandIns(module, {"up.weight": w, ...}) as stand_ins:
         y = module(x)
-        stand_ins.written()                # buffers that were written
+        stand_ins.written()                # buffers that the module wrote to
 
-Hooks of parameters fire for their replacements. The module's own tensors come back afterwards, so a change that would then be lost
-is refused.
+Hooks of parameters fire for their replacements. On exit, the module's own tensors are restored. A change that would be lost with the
+replacements is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def module_tensors(module: nn.Module) -> dict[str, ModuleTensor]:
 
 
 class StandIns:
-    """A context in which a module has other tensors.
+    """A context in which a module's tensors are replaced.
 
     Args:
         tensors: replacements for all tensors, by the names of `module_tensors`.
@@ -88,7 +88,7 @@ class StandIns:
         if left and raised[0] is None:
             raise TraceError(
                 message(
-                    f"the module keeps a tensor of this call under {left[0]}",
+                    f"the module stores a tensor of this call in {left[0]}",
                     "a JAX function has no state, and the next call would see a tensor of this one",
                     fix="keep it with self.register_buffer(name, tensor): written buffers are returned by fn.with_buffers",
                 )
@@ -107,7 +107,7 @@ class StandIns:
         return found
 
     def written(self) -> dict[str, torch.Tensor]:
-        """The new values of the tensors that were written, by name.
+        """The new values of the tensors that the module wrote to, by name.
 
         Raises:
             TraceError: the module removed a tensor.

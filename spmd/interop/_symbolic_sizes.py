@@ -1,8 +1,8 @@
 """Torch code on arrays whose sizes are symbols of `jax.export.symbolic_shape`: traced at a few sizes, recorded once over the symbols.
 
-Torch's tensors have numbers as sizes. The traces are generalized to one program as a function of the sizes (Note [Points]). It is valid
-for sizes where no dim has fewer than two elements and Python's questions about sizes have the same answers as in the traces. JAX must be
-able to prove that from the constraints of the symbols.
+The sizes of a torch tensor are numbers. The traces are generalized to one program as a function of the sizes (Note [Points]). It is valid
+for sizes for which no dim has fewer than two elements and Python's conditions on sizes have the same outcomes as in the traces. JAX must
+be able to prove this from the constraints of the symbols.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._symbolic import Range, evaluated, extents, limits, points_of
 from spmd.program.sizes._window_extents import learn_extents
 
-_FAR = 61  # range of traced sizes for a symbol without an upper bound
+_UNBOUNDED_RANGE = 61  # range of traced sizes for a symbol without an upper bound
 Run = Callable[..., list[Any]]
 
 
@@ -47,9 +47,9 @@ class SymbolicSizes:
     def _range(self, name: str, symbol: Any) -> Range:
         low, high = bounds_of(symbol)
         least = max(2, int(low))
-        most = least + _FAR if high == float("inf") else int(high)
+        most = least + _UNBOUNDED_RANGE if high == float("inf") else int(high)
         if most < least + 5:
-            what = f"symbol {name!r} is from {int(low)} to {most}: too few sizes to trace at several of them"
+            what = f"symbol {name!r} varies from {int(low)} to {most}: too few sizes to trace at several of them"
             raise TraceError(message(what, fix="trace the function for each size, as jax.jit does by itself"))
         return Range(least, most)
 
@@ -95,7 +95,7 @@ class SymbolicSizes:
                 message(
                     "torch code is one program for the sizes of these symbols only if more is known about them",
                     *(f"not known: {text}" for text in dict.fromkeys(unknown)),
-                    "a dim of one element would broadcast, and every question of Python about a size must have a single answer",
+                    "a dim of one element would broadcast, and every condition on a size in Python must have a single outcome",
                     fix=f"jax.export.symbolic_shape({', '.join(self._symbols)!r}, constraints={constraints!r})",
                 )
             )

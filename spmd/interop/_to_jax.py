@@ -3,7 +3,7 @@
     a = spmd.to_jax(x)                        # any container of tensors; keeps layout and mesh
     x = spmd.from_jax(jnp.sin(a))             # any container of arrays; keeps the sharding
 
-Neither side sees the other's writes: JAX writes nothing in place, and a write to the tensor gives the tensor another array. A compiled
+Neither side sees writes of the other: JAX arrays are immutable, and a write to the tensor gives the tensor another array. A compiled
 step that would donate a shared array copies it first (Note [Shared arrays]).
 """
 
@@ -37,13 +37,13 @@ def to_jax(tree: Any) -> Any:
     the arrays are tracers.
 
     Args:
-        tree: a tensor, or any pytree of torch or JAX with tensors; other leaves are left alone.
+        tree: a tensor, or any pytree of torch or JAX with tensors; other leaves are unchanged.
 
     Returns:
         The same container; a mapping that JAX does not support (an output of transformers) becomes a dict.
 
     Raises:
-        SpmdError: a tensor is not on device 'jax'; it requires grad, and torch could not record what JAX does with it; or it has 64-bit
+        SpmdError: a tensor is not on device 'jax'; it requires grad, and torch could not record JAX's operations on it; or it has 64-bit
             elements while JAX's 64-bit types are disabled, so that JAX's operations would truncate them.
     """
     return as_jax_container(tree_map(_array_of, tree))
@@ -56,7 +56,7 @@ def from_jax(tree: Any) -> Any:
     `no_grad` and custom Functions of torch. Such a derivative raises; `spmd.functionalize` gives torch's own.
 
     Args:
-        tree: an array (or a tracer, in a function that is being traced), or any container of arrays; other leaves are left alone.
+        tree: an array (or a tracer, in a function that is being traced), or any container of arrays; other leaves are unchanged.
 
     Raises:
         SpmdError: an array is deleted, is on devices that are not device 'jax', or has a dtype that torch lacks; or a leaf is a
@@ -66,7 +66,7 @@ def from_jax(tree: Any) -> Any:
 
 
 def tree_map(of_leaf: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `of_leaf` to every leaf of a pytree of JAX, also inside containers that only torch supports."""
+    """Apply `of_leaf` to every leaf of a JAX pytree, including leaves in containers that only torch supports."""
 
     def on(leaf: Any) -> Any:
         return of_leaf(leaf) if pytree.tree_is_leaf(leaf) else pytree.tree_map(of_leaf, leaf)
@@ -84,7 +84,7 @@ def as_jax_container(value: Any) -> Any:
 
 
 def keeps_64_bits() -> bool:
-    """Whether JAX's 64-bit types are enabled now, on this thread."""
+    """Whether JAX's 64-bit types are currently enabled on this thread."""
     return bool(jax.config.read("jax_enable_x64"))
 
 
@@ -109,8 +109,9 @@ def _array_of(leaf: Any) -> Any:
     if leaf.requires_grad and torch.is_grad_enabled():
         raise SpmdError(
             message(
-                f"to_jax was given {name_of(leaf)}, which requires grad, but torch cannot see what JAX does: no gradient would come back",
+                f"to_jax was given {name_of(leaf)}, which requires grad",
                 *called_at(),
+                "torch cannot record JAX's operations, so the gradient would be lost",
                 fix="spmd.to_jax(x.detach()), or let torch differentiate the JAX function: spmd.call_jax(fn, (x,))",
             )
         )

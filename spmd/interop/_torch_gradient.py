@@ -1,8 +1,8 @@
 """Turns a function of torch tensors into a function of arrays whose derivative in JAX comes from torch's autograd.
 
 JAX would differentiate the operations that it sees, without regard to `detach`, `no_grad`, hooks and custom Functions. So the function
-is a `jax.custom_vjp`: both passes are traced together (`program/flow/_joint`), and autograd defines the backward pass. Reverse
-derivatives of any order are exact, because the backward pass is such a function again. JAX itself refuses forward mode for a custom_vjp.
+is a `jax.custom_vjp`: both passes are traced together (`program/flow/_joint`), and autograd defines the backward pass. Reverse-mode
+derivatives of any order are exact, because the backward pass is itself such a function. JAX refuses forward mode for a custom_vjp.
 """
 
 from __future__ import annotations

@@ -383,7 +383,7 @@ def test_sizes_for_which_python_would_do_something_else_are_refused_by_the_loade
     dims = {"x": {0: BATCH}, "y": {0: spmd.Dim("other", max=64)}}
     program = load(spmd.export(pairs, (batch(4, 3), batch(5, 3)), tmp_path / "pairs.spmd", dynamic=dims))
     assert_close(program({}, batch(9, 3).numpy(), batch(8, 3).numpy())[1], pairs(batch(9, 3), batch(8, 3)))
-    with pytest.raises(ValueError, match=r"no program in this file covers batch = 9, other = 9(?s:.*)other answers"):
+    with pytest.raises(ValueError, match=r"no program in this file covers batch = 9, other = 9(?s:.*)other outcomes"):
         program({}, batch(9, 3).numpy(), batch(9, 3).numpy())
 
 

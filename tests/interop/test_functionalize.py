@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a name more": (calls(MLP, ONES, change=lambda p: {**p, "x": ONES}), r"unknown: 'x'"),
     "a shape": (calls(MLP, ONES, change=lambda p: {**p, "up.bias": ONES}), r"'up.bias' of MLP has shape \(16,\).*has \(2, 8\)"),
     "a tensor": (calls(MLP, torch.ones(2, 8)), r"was given a tensor of shape \(2, 8\)(?s:.*)spmd.to_jax\(x\)"),
-    "state that is no buffer": (calls(Remembers, ONES), r"keeps a tensor of this call under Remembers.hidden(?s:.*)register_buffer"),
+    "state that is no buffer": (calls(Remembers, ONES), r"stores a tensor of this call in Remembers.hidden(?s:.*)register_buffer"),
     "a written parameter": (calls(lambda: Overwrites(8, 8), ONES), r"writes to its parameter 'weight'"),
     "a write outside": (calls(lambda: lambda x: OUTSIDE.add_(1), ONES), "writes in place to a tensor from outside"),
     "a host tensor": (calls(lambda: lambda x: torch.zeros(2), ONES), r"returns a tensor of shape \(2,\) on device 'cpu'"),

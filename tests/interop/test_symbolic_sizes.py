@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
         r"raises RuntimeError for b = 3, which(?s:.*)selected index k out of range(?s:.*)restrict them: ",
     ),
     "a number": (named, ("b >= 2",), r"named returns a value that depends on the sizes"),
-    "no room": (torch.sin, ("b >= 2", "b <= 4"), r"symbol 'b' is from 2 to 4: too few sizes"),
+    "no room": (torch.sin, ("b >= 2", "b <= 4"), r"symbol 'b' varies from 2 to 4: too few sizes"),
 }
 
 
