@@ -14,6 +14,7 @@ from jax import lax
 
 from spmd.lowering._registry import lower
 from spmd.lowering.matmul import combined, unless_zero
+from spmd.lowering.norm import wide
 
 
 def _adjoint(x: Any) -> Any:
@@ -104,8 +105,8 @@ def ormqr(self: Any, input2: Any, input3: Any, left: bool = True, transpose: boo
     rows, count = self.shape[-2:]
     if input3.size == 0:
         return input3
-    wide = jnp.concatenate([self, jnp.zeros((*self.shape[:-2], rows, rows - count), self.dtype)], axis=-1) if rows > count else self
-    q = lax.linalg.householder_product(wide[..., :rows], input2)
+    padded = jnp.concatenate([self, jnp.zeros((*self.shape[:-2], rows, rows - count), self.dtype)], axis=-1) if rows > count else self
+    q = lax.linalg.householder_product(padded[..., :rows], input2)
     q = _adjoint(q) if transpose else q
     return jnp.matmul(q, input3) if left else jnp.matmul(input3, q)
 
@@ -142,8 +143,8 @@ def _linalg_eigh(A: Any, UPLO: str = "L", compute_v: bool = True) -> Any:
 def linalg_eig(self: Any) -> Any:
     """Eigendecomposition. jax has it only on CPU."""
     if self.size == 0:
-        wide = jnp.promote_types(self.dtype, jnp.complex64)
-        return jnp.zeros(self.shape[:-1], wide), self.astype(wide)
+        dtype = jnp.promote_types(self.dtype, jnp.complex64)
+        return jnp.zeros(self.shape[:-1], dtype), self.astype(dtype)
     values, vectors = lax.linalg.eig(self, compute_left_eigenvectors=False)
     return values, vectors
 
@@ -157,8 +158,7 @@ def _linalg_eigvals(self: Any) -> Any:
 def linalg_matrix_exp(self: Any) -> Any:
     if self.size == 0:
         return self
-    wide = self.astype(jnp.float32) if self.dtype in (jnp.bfloat16, jnp.float16) else self
-    return jax.scipy.linalg.expm(wide, max_squarings=64)
+    return jax.scipy.linalg.expm(wide(self), max_squarings=64)
 
 
 @lower("linalg_lstsq")

@@ -1,4 +1,4 @@
-"""Losses. Losses over classes are masked sums instead of gathers, so that a vocabulary sharded over an axis stays sharded."""
+"""Loss functions. Those over classes are masked sums instead of gathers, so that a vocabulary sharded over an axis stays sharded."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def wide(x: Any) -> Any:
-    """16-bit floats as float32, in which statistics are computed; other arrays and None unchanged."""
+    """16-bit floats as float32, in which sums and statistics are computed; other arrays and None unchanged."""
     return x.astype(jnp.float32) if x is not None and x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 

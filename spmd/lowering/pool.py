@@ -171,7 +171,7 @@ def avg_pool(
     *,
     rank: int,
 ) -> Any:
-    """Window sums divided by their element counts: a number per dim, or a vector if the windows differ."""
+    """Window sums divided by their element counts, which are constants: a number per dim, or a vector if the windows differ."""
     x = wide(self)
     windows = Windows(x.shape[x.ndim - rank :], kernel_size, stride, padding, (1,), ceil_mode)
     total = windows.reduce(x, np.zeros((), x.dtype), lax.add, x.ndim - rank)

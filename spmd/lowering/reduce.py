@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from spmd.base._jax import rows_folded_from
 from spmd.base._open_sizes import are_sizes_open
 from spmd.lowering._registry import is_static, lower
+from spmd.lowering.norm import wide
 
 
 def axes(dim: Any, ndim: int = 1) -> tuple[int, ...] | None:
@@ -18,11 +19,6 @@ def axes(dim: Any, ndim: int = 1) -> tuple[int, ...] | None:
     if dim is None or ndim == 0 or (isinstance(dim, tuple) and not dim):
         return None
     return (dim,) if isinstance(dim, int) else tuple(dim)
-
-
-def _wide(x: Any) -> Any:
-    """16-bit floats as float32, in which sums are accumulated."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def accumulated_in(dtype: Any) -> Any:
@@ -148,7 +144,7 @@ def min_dim(self: Any, dim: int, keepdim: bool = False) -> Any:
 def _moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
     """(variance, mean). `correction` is subtracted from the count; None means 1."""
     axis = axes(dim, self.ndim)
-    x = _wide(self)
+    x = wide(self)
     average = jnp.mean(x, axis, keepdims=True)
     centred = x - average
     squares = jnp.sum(jnp.real(centred * jnp.conj(centred)), axis, keepdims=True)
@@ -181,14 +177,14 @@ def std_mean(self: Any, dim: Any = None, *, correction: Any = None, keepdim: boo
 
 @lower("logsumexp")
 def logsumexp(self: Any, dim: Any, keepdim: bool = False) -> Any:
-    x = _wide(self if jnp.issubdtype(self.dtype, jnp.inexact) else self.astype(jnp.float32))
+    x = wide(self if jnp.issubdtype(self.dtype, jnp.inexact) else self.astype(jnp.float32))
     return jax.nn.logsumexp(x, axes(dim, self.ndim), keepdims=keepdim)
 
 
 @lower("linalg_vector_norm", static=("ord",))
 def linalg_vector_norm(self: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     axis = axes(dim, self.ndim)
-    magnitude = jnp.abs(_wide(self))
+    magnitude = jnp.abs(wide(self))
     if dtype is not None and jnp.finfo(dtype).bits > jnp.finfo(magnitude.dtype).bits:
         magnitude = magnitude.astype(dtype)
     if ord == math.inf:

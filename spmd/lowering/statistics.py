@@ -11,13 +11,7 @@ from jax import lax
 
 from spmd.lowering._registry import assumed, lower
 from spmd.lowering.reduce import nonempty_dim_check
-
-
-def _sorted(self: Any, dim: int) -> tuple[Any, Any]:
-    """(values, positions) in ascending order, NaN last, equals in their order."""
-    positions = lax.broadcasted_iota(jnp.int64, self.shape, dim)
-    values, order = lax.sort((self, positions), dimension=dim, is_stable=True, num_keys=1)
-    return values, order
+from spmd.lowering.sort import sorted_with_indices
 
 
 def _is_nan(x: Any) -> Any:
@@ -26,7 +20,7 @@ def _is_nan(x: Any) -> Any:
 
 def _lower_median(self: Any, dim: int, ignores_nan: bool) -> tuple[Any, Any]:
     """(lower of the two middle elements, its position). If an element is NaN, so is the median, unless `ignores_nan`."""
-    values, order = _sorted(self, dim)
+    values, order = sorted_with_indices(self, dim)
     count = self.shape[dim]
     num_nan = jnp.sum(_is_nan(values), dim, keepdims=True)
     if ignores_nan:
@@ -75,7 +69,7 @@ def mode(self: Any, dim: int = -1, keepdim: bool = False) -> Any:
 
 
 def _most_frequent(self: Any, dim: int) -> tuple[Any, Any]:
-    values, order = _sorted(self, dim)
+    values, order = sorted_with_indices(self, dim)
     position = lax.broadcasted_iota(jnp.int64, self.shape, dim)
     differs = lax.slice_in_dim(values, 1, None, axis=dim) != lax.slice_in_dim(values, 0, -1, axis=dim)
     is_first = jnp.concatenate([jnp.ones_like(lax.slice_in_dim(position, 0, 1, axis=dim), bool), differs], dim)
@@ -123,7 +117,7 @@ def _is_assumed_below(values: Any, length: int) -> bool:
     return assumed(
         lambda: jnp.any((wide < 0) | (wide >= length)),
         f"bincount(x, minlength={length}) has {length} elements in a program, and x contains a value outside [0, {length})",
-        f"pass the number of values: torch.bincount(x, minlength=n); or call it on x.clamp(0, {length - 1})",
+        f"pass the number of bins: torch.bincount(x, minlength=n); or call it on x.clamp(0, {length - 1})",
     )
 
 
