@@ -1,4 +1,4 @@
-"""What the stand-ins of torch.nn.Module's code tell: whatever changes of a module between two calls, the next one is torch's."""
+"""The replacements of torch.nn.Module's methods record all reads: whatever changes in a module between two calls, the next one sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.program.reads._module_reads import STAND_INS
+from spmd.program.reads._module_reads import REPLACEMENTS
 
 
 class Scaled(nn.Module):
@@ -129,7 +129,7 @@ def test_an_attribute_that_no_module_has_is_torchs_error() -> None:
 
 def test_stand_ins_are_of_torchs_own_functions() -> None:
     module: Any = nn.Module
-    assert set(STAND_INS) == {module._call_impl.__code__, module.__call__.__code__, module.__getattr__.__code__}
+    assert set(REPLACEMENTS) == {module._call_impl.__code__, module.__call__.__code__, module.__getattr__.__code__}
     assert {f"_global{name}" for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")} <= set(
         vars(nn.modules.module)
     )

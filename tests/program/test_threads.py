@@ -159,7 +159,7 @@ def of_a_process(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("fn", [in_a_thread, in_a_pool, of_a_process])
 def test_what_runs_in_another_thread_or_process_is_refused(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(spmd.TraceError, match="what runs in another thread, loop or process"):
+    with pytest.raises(spmd.TraceError, match="code that runs in another thread, event loop or process"):
         spmd.compile(fn)(torch.ones(2).to("jax"))
 
 

@@ -1,6 +1,35 @@
-"""What a traced function reads and writes of Python: recorded as it happens, guarded, undone, and repeated by each call.
+"""Recording of the Python values that a traced function reads and writes. Reads become guards; writes are undone and repeated by each call.
 
-Every program is guarded by what its trace *read*, not by what its code names. See Note [Reads] in `_recorder`.
+Every program is guarded by the values that its trace *read*, not by the names in its code.
+
+    with recorded() as recording:
+        result = recording.run(fn, *args)
+        effects = recording.effects()                    # the writes, which every call repeats
+    guard_places(guards, recording.settled(expected))    # the reads, which are compared before every call
+
+Note [Reads]
+    A program is valid as long as the Python values that its trace read are unchanged. In this function, the trace reads the globals
+    `model` and `config`, the item `config["lr"]`, and all that the module's call reads:
+
+        def step(x):
+            return model(x) * config["lr"]      # hooks: load_global, call, load_global, load_item, operate
+
+    The steps, and the files that do them:
+
+    1. Instrumentation. While a function is traced, all code outside the libraries runs as instrumented bytecode (`_swap`,
+       `_instrument`). It calls a hook (`_hooks`) with the operands before each instruction that loads a global, a closure variable, an
+       attribute or an item, or that iterates, compares, tests, calls or writes. The hook calls a method of `Recording`, in most cases the
+       one with its name.
+    2. Reads. A read is recorded as a `Place`: the holder (a dict, a list, a cell, a slot, an array) and what the trace saw in it
+       (`_places`, `_places_read`). Properties, `__getitem__`, module hooks and schedulers need no rule of their own: they are Python code,
+       so their reads are recorded when they run.
+    3. Library calls. Code of a library (`_library`) is not instrumented. Everything that is passed to it counts as read, and its
+       containers as possibly written, including all mutable objects inside (`read_deep`). `_calls` is more precise about known C functions.
+    4. Writes. The journal (`_journal`) notes the old value before each write (`_places_written`). The writes are undone when the trace
+       ends, and each call of the program repeats them (`Effect`).
+    5. Guards. Each place becomes a guard (`_guard`): it is compared before each call, without running user code. Objects that the trace
+       created are not guarded (`_heap`). An int or float that has changed is an input of the next program instead (`_varying`).
+    6. Refusals. A value that a later call cannot read again is an error: an iterator from before the trace, a random generator, a clock.
 """
 
 from spmd.program.reads._guard import changed_numbers, guard_places

@@ -1,4 +1,8 @@
-"""What a call does, noted before it happens: the containers it changes, what it reads of its arguments, what no program can repeat."""
+"""Records the effects of a call before it happens: reads of its arguments, writes to containers. Refuses calls that no program can repeat.
+
+`note_call` decides by the kind of the callable. Instrumented Python code records its own reads. Of C code and of library functions, the
+tables and functions here say what they read and write. By default, all that is passed to them counts as read and possibly written.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,13 @@ from spmd.device._numbers import is_of_host
 from spmd.program.reads._classes import ask_classes, ask_names
 from spmd.program.reads._journal import is_environment
 from spmd.program.reads._library import is_library, is_recorded
-from spmd.program.reads._membership import got
+from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
-from spmd.program.reads._noted_sizes import of_noted_size
-from spmd.program.reads._number_calls import holds_lifted, is_lifted, known, needs_known, of_numbers, require_known_name, with_known
-from spmd.program.reads._ordering import ordered
+from spmd.program.reads._noted_sizes import for_noted_sizes
+from spmd.program.reads._number_calls import for_numbers, holds_lifted, is_lifted, known, needs_known, require_known_name, with_known
+from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of
-from spmd.program.reads._process_settings import SETTINGS, of_call
+from spmd.program.reads._process_settings import SETTINGS, questions_of_call
 from spmd.program.reads._random_generators import GLOBAL_RANDOM
 from spmd.program.reads._varying import (
     NumberMethod,
@@ -54,31 +58,23 @@ from spmd.program.reads._varying_index import as_number
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
-_HARMLESS = frozenset(map(id, (builtins.isinstance, builtins.issubclass, builtins.type, builtins.id, builtins.super, builtins.callable)))
+# these read only the class of an argument
+_NO_READS = frozenset(map(id, (builtins.isinstance, builtins.issubclass, builtins.type, builtins.id, builtins.super, builtins.callable)))
 _ASK_CLASSES = (builtins.isinstance, builtins.issubclass, builtins.callable)
-_LOOKS_ONCE = frozenset(
-    map(id, (len, bool, iter, list, tuple, enumerate, zip, reversed, range))  # the items themselves are not looked into
+_SHALLOW = frozenset(
+    map(id, (len, bool, iter, list, tuple, enumerate, zip, reversed, range))  # do not read the content of the items
 )
+# these take one number
 _OF_A_NUMBER = frozenset(map(id, (int, round, str, repr, format, math.floor, math.ceil, math.trunc)))
-_NEED_VALUES = frozenset(map(id, (int, round, str, repr, format)))  # the others are operations of the device too
+_NEED_VALUES = frozenset(map(id, (int, round, str, repr, format)))  # the others have an equivalent on the device
 CONTAINERS = (dict, list, set, collections.deque, bytearray, array.array, np.ndarray)
-_READERS = frozenset(
+_READERS = frozenset(  # methods of containers that change nothing
     (
         *("get", "keys", "values", "items", "copy", "index", "count", "union", "difference", "intersection", "issubset", "issuperset"),
         *("isdisjoint", "symmetric_difference", "__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__"),
         *("__or__", "__and__", "__sub__", "__reversed__", "__sizeof__", "most_common", "fromkeys", "__reduce_ex__", "__class_getitem__"),
-        *(
-            "__getattribute__",
-            "__init_subclass__",
-            "__class__",
-            "__hash__",
-            "__dir__",
-            "__format__",
-            "__str__",
-            "decode",
-            "hex",
-            "startswith",
-        ),
+        *("__getattribute__", "__init_subclass__", "__class__", "__hash__", "__dir__", "__format__", "__str__"),
+        *("decode", "hex", "startswith"),
     )
 )
 _CLOCKS = frozenset(
@@ -86,7 +82,7 @@ _CLOCKS = frozenset(
     for n in dir(time)
     if n.startswith(("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime"))
 ) | set(map(id, (time.localtime, time.gmtime, time.ctime)))
-_ELSEWHERE = {  # by package; what runs in another thread or process: the trace waits for it, and it for the trace
+_CONCURRENT = {  # functions that run code in another thread or process, by package: it may wait for the trace, which waits for it
     "threading": ("start",),
     "_thread": ("start_new_thread",),
     "concurrent": ("submit", "map"),
@@ -100,7 +96,11 @@ _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random number
 
 
 def refused(what: str) -> TraceError:
-    """The error for something that a program cannot repeat in each call."""
+    """The error for something that a program cannot repeat in each call.
+
+    Args:
+        what: names it, as in "time.time(): a clock".
+    """
     return TraceError(
         message(
             f"the compiled function depends on a value that later calls cannot check: {what}",
@@ -112,7 +112,7 @@ def refused(what: str) -> TraceError:
 
 
 def is_endless(iterator: Any) -> bool:
-    """An iterator whose advance nobody can notice."""
+    """Whether an iterator gives the same value forever, so that advancing it changes nothing."""
     return isinstance(iterator, itertools.repeat)
 
 
@@ -120,69 +120,74 @@ _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 
 def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
-    """Note what a call of `fn` reads and writes."""
-    if (instead := ordered(recording, fn, args) or _of_varying(recording, fn, args)) is not None:
+    """Record what a call of `fn` reads and writes. Returns the callable to use instead: `fn`, or one that takes the numbers among `args`.
+
+    Raises:
+        TraceError: no program can repeat the call.
+        TraceAgain: the trace has to be repeated with other settings.
+    """
+    if (instead := with_key_function(recording, fn, args) or _call_with_varying(recording, fn, args)) is not None:
         return instead
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(known(number), *more, **options)
-    if any(map(is_lifted, args)) and (own := of_numbers(fn)) is not fn:
+    if any(map(is_lifted, args)) and (own := for_numbers(fn)) is not fn:
         note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
         return own
     if any(type(a) is dict for a in args) and needs_known(fn) and any(map(holds_lifted, args)):
         return with_known(fn)
     kind = type(fn)
-    if kind in _IN_C and (of_noted := of_noted_size(fn, args)) is not None:
+    if kind in _IN_C and (of_noted := for_noted_sizes(fn, args)) is not None:
         return of_noted
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
-    if inner is not None:  # torch.compile inside: its function runs inline, as part of this trace
+    if inner is not None:  # a function of torch.compile: the original runs inline, as part of this trace
         return note_call(recording, inner, args)
     if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
         return functools.partial(note_call(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
-    recording.ask_all(of_call(fn, args))
+    recording.ask_all(questions_of_call(fn, args))
     if (setting := SETTINGS.get(id(fn))) is not None:
         recording.set_setting(setting)
     if kind is types.MethodType:
-        _python(recording, fn.__func__, (fn.__self__, *args))
-        recording.function(fn)
+        _python_function(recording, fn.__func__, (fn.__self__, *args))
+        recording.read_function(fn)
     elif kind is types.FunctionType:
-        _python(recording, fn, args)
+        _python_function(recording, fn, args)
     elif kind is types.BuiltinFunctionType or kind is types.MethodWrapperType:
-        _builtin(recording, fn, args)
+        _builtin_function(recording, fn, args)
     elif kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
         if args:
-            _method(recording, args[0], fn.__name__, args[1:])
+            _c_method(recording, args[0], fn.__name__, args[1:])
     elif isinstance(fn, type):
-        _class(recording, fn, args)
+        _class_call(recording, fn, args)
         if fn in (dict, set, frozenset) and any(map(_lists_varying, args)):
             return lambda *given, **options: with_fixed_keys(fn(*given, **options))
     elif isinstance(fn, functools.partial):
-        recording.look_into(recording.parts(fn, fn.keywords))
+        recording.read_content(recording.owned(fn, fn.keywords))
         note_call(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
     elif kind is operator.methodcaller and args:
         found = fn.__reduce__()
         recording.load_attr(args[0], found[1][0] if found[0] is kind else found[0].args[0])
-        recording.hand((*args, fn))
+        recording.read_deep((*args, fn))
     elif isinstance(fn, functools._lru_cache_wrapper):
-        recording.hand(args)
+        recording.read_deep(args)
         return functools.partial(recording.caches.setdefault(id(fn), Cache(fn)).call, recording)
     elif not is_recorded(kind.__module__):
         recording.ask(fn, question_of(fn, args))
-        recording.hand(args)
+        recording.read_deep(args)
         if not isinstance(fn, torch.nn.Module):
-            recording.hand(fn)
+            recording.read_deep(fn)
     else:
-        recording.class_of(fn)
+        recording.read_class_of(fn)
     return fn
 
 
-def _of_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to call where `fn` or its arguments are of numbers that vary, what it reads noted; None if it may get them as they are."""
+def _call_with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The callable to use where `fn` or its arguments have varying numbers, with its reads recorded; None if `fn` takes them."""
     if type(fn) is NumberMethod:
         return fn.vary
     if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
         note_call(recording, fn, (fixed(args[0]), *args[1:]))
         return lambda key, *rest: fn(fixed(key), *rest)
-    if args and type(args[0]) is Varying and (instead := got(recording, fn, args[0])) is not None:
+    if args and type(args[0]) is Varying and (instead := lookup(recording, fn, args[0])) is not None:
         return instead
     if (instead := as_number(fn, args)) is not None:
         return instead
@@ -193,7 +198,7 @@ def _of_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callabl
 
 
 def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to call when some of the arguments vary, its reads noted; None: it may get them."""
+    """The callable to use when some arguments vary, with its reads recorded; None if `fn` takes them."""
     if len(args) == 2 and type(args[1]) is Varying and fn is collections.deque:
         return lambda given, maxlen: fn(given, fixed(maxlen))
     if _takes_varying(fn):
@@ -215,15 +220,15 @@ def _holds_varying(value: Any) -> bool:
 
 
 def _takes_varying(fn: Any) -> bool:
-    """Whether `fn` may be handed numbers that vary: recorded code, and what only stores its arguments."""
+    """Whether `fn` takes varying numbers: instrumented code, and functions that only store their arguments."""
     if isinstance(fn, (types.FunctionType, types.MethodType)):
         of_tuple = getattr(fn, "__self__", None) if fn.__name__ in ("_replace", "_make") else None
-        return is_recorded(fn.__module__) or hasattr(of_tuple, "_fields") or fn is torch.func.functional_call  # hands them to a module
+        return is_recorded(fn.__module__) or hasattr(of_tuple, "_fields") or fn is torch.func.functional_call  # passes them to a module
     if isinstance(fn, type):
         return fn in (list, tuple, dict, set, frozenset, collections.deque) or (is_recorded(fn.__module__) and fn.__module__ != "builtins")
     if isinstance(fn, functools.partial):
         return _takes_varying(fn.func)
-    call = getattr(type(fn), "__call__", None)  # noqa: B004 - an object of a class that has one: a module, a schedule
+    call = getattr(type(fn), "__call__", None)  # noqa: B004 - an instance whose class has one: a module, a schedule
     if isinstance(call, types.FunctionType):
         return is_recorded(call.__module__)
     owner = getattr(fn, "__self__", None)
@@ -231,37 +236,38 @@ def _takes_varying(fn: Any) -> bool:
     return (isinstance(owner, CONTAINERS) and name in _STORE) or name in ("setattr", "__setattr__")
 
 
-_KEEP_NUMBERS = ("_heapq", "_bisect", "heapq", "bisect")  # C code that puts them in the caller's lists, but for searches
-_KEYED = frozenset(("setdefault", "__setitem__", "insert"))
-_STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))
+_KEEP_NUMBERS = ("_heapq", "_bisect", "heapq", "bisect")  # C code that stores numbers in the caller's lists, except for searches
+_KEYED = frozenset(("setdefault", "__setitem__", "insert"))  # methods whose first argument is a key
+_STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))  # that only store arguments
 
 
-def _python(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...]) -> None:
+def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...]) -> None:
+    """Record a call of a function in Python: of a library's, the reads of its arguments."""
     if is_recorded(fn.__module__):
-        recording.function(fn)
+        recording.read_function(fn)
         read_registry(recording, fn)
         return
     if fn.__module__ in _NOT_REPEATED:
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
     if fn.__module__ == "os" and fn.__name__ == "getenv":
-        recording.look_into(fn.__globals__["environ"])
-    _require_here(fn)
+        recording.read_content(fn.__globals__["environ"])
+    _refuse_concurrency(fn)
     if args:
         _note_method(recording, fn.__name__, args[0])
     recording.ask(fn, question_of(fn, args))
     is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
     for arg in args:
-        if not (is_ours and isinstance(arg, (torch.nn.Module, torch.optim.Optimizer))):  # looks at its tensors alone
-            recording.hand(arg)
+        if not (is_ours and isinstance(arg, (torch.nn.Module, torch.optim.Optimizer))):  # our functions read only its tensors
+            recording.read_deep(arg)
 
 
-def _require_here(fn: Any) -> None:
-    if fn.__name__ in _ELSEWHERE.get((fn.__module__ or "").partition(".")[0], ()):
-        raise refused(f"{fn.__module__}.{fn.__qualname__}(): what runs in another thread, loop or process")
+def _refuse_concurrency(fn: Any) -> None:
+    if fn.__name__ in _CONCURRENT.get((fn.__module__ or "").partition(".")[0], ()):
+        raise refused(f"{fn.__module__}.{fn.__qualname__}(): code that runs in another thread, event loop or process")
 
 
 def _note_method(recording: Recording, name: str, owner: Any) -> None:
-    """What a method of a library's class does to what other code reads of its object."""
+    """Record the writes of those library methods whose effect other code reads as an attribute or an item."""
     if is_environment(owner) and name in ("pop", "popitem", "update", "setdefault", "clear"):
         recording.mutate(owner)
     if isinstance(owner, threading.Event):
@@ -269,15 +275,16 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
         if name in ("set", "clear"):
             recording.store_attr(owner, "_flag")
     elif isinstance(owner, RemovableHandle) and name in ("remove", "__exit__"):
-        for handle in getattr(owner, "handles", (owner,)):  # a handle of several hooks has others
+        for handle in getattr(owner, "handles", (owner,)):  # a handle of several hooks has a handle for each
             for registry in (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
                 if registry is not None and handle.id in registry:
                     recording.delete_item(registry, handle.id)
 
 
-def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+    """Record a call of a builtin function, or of a builtin method bound to its object."""
     owner = fn.__self__
-    if id(fn) in _HARMLESS:
+    if id(fn) in _NO_READS:
         if args and fn in _ASK_CLASSES:
             ask_classes(recording, fn, args)
         return
@@ -289,21 +296,21 @@ def _builtin(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
     ):
         raise refused(f"{fn.__qualname__}(): {'random numbers of the host' if fn is os.urandom else 'a clock'}")
     if owner is None or isinstance(owner, types.ModuleType):
-        _require_here(fn)
-        _function(recording, fn, args)
+        _refuse_concurrency(fn)
+        _module_function(recording, fn, args)
     elif isinstance(owner, type):
         if owner is object and fn.__name__ == "__new__":
             return
         if fn.__name__ == "__subclasses__":
             ask_names(recording, owner, "the subclasses", fn)
         for arg in args:
-            recording.hand(arg)
+            recording.read_deep(arg)
     else:
-        _method(recording, owner, fn.__name__, args)
+        _c_method(recording, owner, fn.__name__, args)
 
 
-def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
-    """A function of a C module."""
+def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
+    """Record a call of a function of a C module."""
     args: Any = given
     recording.ask(fn, question_of(fn, args))
     if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):
@@ -320,55 +327,56 @@ def _function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
             recording.load_attr(arg, "__dict__")
             attributes = getattr(arg, "__dict__", None)
             if attributes is not None:
-                recording.look_into(attributes)
+                recording.read_content(attributes)
     elif fn is builtins.globals or fn is builtins.locals:
         return
-    elif id(fn) in _LOOKS_ONCE:
+    elif id(fn) in _SHALLOW:
         for arg in args:
             recording.iterate(arg)
     else:
         for arg in args:
-            recording.hand(arg)
+            recording.read_deep(arg)
 
 
-def _class(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
-    if id(cls) in _HARMLESS:
+def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
+    """Record a call of a class."""
+    if id(cls) in _NO_READS:
         if cls is type and len(args) == 1:
             ask_classes(recording, cls, args)
         elif cls is type:
-            recording.hand(args)
+            recording.read_deep(args)
         return
-    if id(cls) in _LOOKS_ONCE:
+    if id(cls) in _SHALLOW:
         for arg in args:
             recording.iterate(arg)
         return
     if not is_recorded(cls.__module__):
         recording.ask(cls, question_of(cls, args))
         for arg in args:
-            recording.hand(arg)
+            recording.read_deep(arg)
     else:
-        recording.meet(cls)
+        recording.read_special_methods(cls)
         for name in ("__new__", "__init__"):
             recording.load_attr(cls, name)
 
 
 class ContextNeeded(TraceAgain):
-    """A context variable without a value is set, and only a token could unset it: trace again in a copy of the context."""
+    """A context variable without a value is set, which only a token could undo: trace again in a copy of the context."""
 
     def other_settings(self, settings: Any) -> Any:
         return replace(settings, has_own_context=True)
 
 
-def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
-    """A method that is C code, of `owner`."""
-    kind = type(owner)  # `isinstance` asks the object for its class, which may be the user's code
+def _c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
+    """Record a call of a method of `owner` that is C code."""
+    kind = type(owner)  # `isinstance` would read the object's `__class__`, which may be user code
     if issubclass(kind, CONTAINERS) and not issubclass(kind, np.ndarray):
         _container_method(recording, owner, name, args)
         return
     if kind is ContextVar:
         if name != "get" and owner.get(recording) is recording and not recording.has_own_context:
             raise ContextNeeded
-        recording.look_into(owner) if name == "get" else recording.journal.content(owner, owner.name)
+        recording.read_content(owner) if name == "get" else recording.journal.content(owner, owner.name)
     elif (
         issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)) and owner is not GLOBAL_RANDOM
     ):
@@ -377,7 +385,7 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
     elif issubclass(kind, (np.flatiter, memoryview)) and name == "__setitem__":
         recording.mutate(owner)
     elif kind is functools._lru_cache_wrapper and name in ("cache_info", "cache_clear"):
-        raise refused(f"{owner.__qualname__}.{name}(): which calls a cached function has had")
+        raise refused(f"{owner.__qualname__}.{name}(): the earlier calls of a cached function")
     elif issubclass(kind, Iterator):
         recording.advance(owner, f"advanced by {name}()")
     elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
@@ -388,18 +396,18 @@ def _method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) 
         else:
             recording._store_attribute(owner, args[0])
     elif issubclass(kind, np.ndarray):
-        recording.look_into(owner)
+        recording.read_content(owner)
         if name in _WRITES_OF_ARRAYS or name in INPLACE:
             recording.mutate(owner)
     elif kind is types.MappingProxyType:
-        recording.look_into(owner)
+        recording.read_content(owner)
     elif not issubclass(kind, torch.Tensor):
         if not is_recorded(kind.__module__):
-            recording.hand(owner)
+            recording.read_deep(owner)
     else:
-        recording.look_into(owner)
+        recording.read_content(owner)
     for arg in args:
-        recording.hand(arg)
+        recording.read_deep(arg)
 
 
 _WRITES_OF_ARRAYS = frozenset(("fill", "sort", "partition", "put", "itemset", "resize", "setfield", "byteswap", "setflags", "__setitem__"))
@@ -408,8 +416,8 @@ INPLACE = frozenset(
 )
 
 
-def shown_by(value: Any) -> Iterator[Any]:
-    """The objects in whose memory lies what an array, an iterator over one or a memoryview shows, the nearest first."""
+def memory_owners(value: Any) -> Iterator[Any]:
+    """The objects whose memory an array, an iterator over one or a memoryview shares, the nearest first."""
     while value is not None:
         value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None) if isinstance(value, _VIEWS) else None
         if value is not None:
@@ -417,7 +425,7 @@ def shown_by(value: Any) -> Iterator[Any]:
 
 
 def nested(value: Any) -> Iterator[Any]:
-    """A value and what lies in it, in tuples, lists and dicts."""
+    """A value and everything inside it, through tuples, lists and dicts."""
     yield value
     if isinstance(value, (tuple, list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
@@ -428,12 +436,12 @@ _VIEWS = (np.ndarray, np.flatiter)
 
 
 def _container_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
-    """A method of dict, list, set, deque or bytearray itself."""
+    """Record a call of a container's own method in C: of a dict, list, set, deque, bytearray or array."""
     if isinstance(owner, dict) and name in ("get", "__getitem__", "__contains__", "setdefault") and args:
         if name == "__contains__":
             recording.contains(args[0], owner)
         else:
-            recording._read_item(owner, args[0]) if type(owner).__getitem__ is dict.__getitem__ else recording.look_into(owner)
+            recording._read_item(owner, args[0]) if type(owner).__getitem__ is dict.__getitem__ else recording.read_content(owner)
         if name == "setdefault":
             recording._write_item(owner, args[0])
     elif isinstance(owner, dict) and name == "__setitem__":
@@ -448,13 +456,14 @@ def _container_method(recording: Recording, owner: Any, name: str, args: tuple[A
     elif isinstance(owner, set) and name == "add":
         recording.journal.append(owner, args[0], functools.partial(set.add, owner), recording._title(owner))
     elif name in _READERS:
-        recording.look_into(owner)
+        recording.read_content(owner)
     elif name not in ("__init__", "__new__"):
         recording.mutate(owner)
     for arg in args if name in _TAKE_ALL else ():
-        recording.advance(arg, f"handed to {name}()") if isinstance(arg, Iterator) else recording.look_into(arg)
+        recording.advance(arg, f"passed to {name}()") if isinstance(arg, Iterator) else recording.read_content(arg)
 
 
+# methods that read the whole content of their arguments
 _TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection", "symmetric_difference")) | {
     *("extend", "extendleft", "update", "subtract", "union", "intersection", "difference", "symmetric_difference", "join", "fromkeys"),
     *("issubset", "issuperset", "isdisjoint", "fromlist", "__init__", "__iadd__", "__ior__"),
@@ -462,7 +471,7 @@ _TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection"
 
 
 def parts_of(value: Any, recording: Recording) -> list[Any]:
-    """What a library that is handed `value` can reach from it."""
+    """The mutable objects that a library can reach directly from `value`."""
     kind = type(value)
     if issubclass(kind, dict):
         return list(dict.values(value))
@@ -473,7 +482,7 @@ def parts_of(value: Any, recording: Recording) -> list[Any]:
     if issubclass(kind, (set, frozenset)):
         return list(value)
     if issubclass(kind, functools.partial):
-        return [value.func, value.args, recording.parts(value, value.keywords)]
+        return [value.func, value.args, recording.owned(value, value.keywords)]
     if issubclass(kind, types.MethodType):
         return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
     if issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):

@@ -1,17 +1,19 @@
-"""Branches that only give names new values, found in bytecode; a trace that does not know which way to go makes both and chooses.
+"""Branches whose block only assigns local names, found in the bytecode. If only the program knows the condition, both sides are computed.
 
     if not torch.isfinite(h).all():
         h = torch.clamp(h, min=-largest, max=largest)
 
-Note [Choices]. A block of such a branch has no jump, no write but to local names, and uses each name that it changes first. Where
-the number that is asked for is known only to the program, the block runs, and each name gets `torch.where(condition, new, old)`,
-through which gradients flow as through the side that is taken. That is the same only if the block does nothing else: it may call
-torch's functions, and neither draw nor write in place.
+Note [Choices]
+    The block of such a branch has no jump, writes only local names, and reads each of them before it assigns it, except for names that
+    nothing outside the block reads. If only the program knows the condition, the trace runs the block, and then each name gets
+    `torch.where(condition, new, old)`. That equals the branch only if the block has no other effect: it may call functions of torch, but
+    neither draw random numbers nor write in place.
 
-Note [Gradients of choices]. The side that is not taken gets a gradient of zero, where PyTorch gives it none. Zero times an infinite slope
-is NaN (`torch.sqrt` of what is negative), and a zero in `.grad` is not None (weight decay moves that parameter). So where gradients are
-kept, each new value must come from the old one of its name and from nothing else that has a gradient, by functions whose slope is
-a finite number.
+Note [Gradients of choices]
+    Gradients through `torch.where` differ from the branch's: the side that is not taken gets a gradient of zero, where PyTorch gives it
+    none. Zero times an infinite slope is NaN (`torch.sqrt` of a negative number), and a zero in `.grad` is not None (weight decay
+    changes that parameter). So where gradients are recorded, each new value must depend on the old value of its name and on nothing
+    else that requires a gradient, and only through functions whose slope is finite.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _ALLOWED = frozenset(
         *("PRECALL", "CALL", "KW_NAMES", "BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "COMPARE_OP", "BUILD_TUPLE", "STORE_FAST"),
     )
 )
-_LOOKS_AT_ALL = ("locals", "vars", "dir", "eval", "exec")
+_READ_ALL_LOCALS = ("locals", "vars", "dir", "eval", "exec")
 _LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK")
 _SLOPES_OF_0_OR_1 = frozenset(
     f"{name}Backward{number}"
@@ -57,10 +59,10 @@ class Block:
     """The block of a branch.
 
     Attributes:
-        number: of the blocks of its code.
-        end: the index of the label behind it.
-        enters_if: the truth of the condition for which it runs.
-        names: the local variables that it changes.
+        number: position among the blocks of its code.
+        end: index of the label after the block.
+        enters_if: the truth value of the condition for which the block runs.
+        names: the local names that the block reads and then assigns.
     """
 
     number: int
@@ -70,14 +72,14 @@ class Block:
 
 
 def blocks(code: list[Any]) -> dict[int, Block]:
-    """The blocks by the index of the jump before them; none in code that looks at all its local names, which get company."""
+    """The blocks, by the index of the jump before each. None in code that reads all its local names: instrumentation adds names."""
     found: dict[int, Block] = {}
-    if any(isinstance(i, Instr) and i.name == "LOAD_GLOBAL" and isinstance(i.arg, tuple) and i.arg[-1] in _LOOKS_AT_ALL for i in code):
+    if any(isinstance(i, Instr) and i.name == "LOAD_GLOBAL" and isinstance(i.arg, tuple) and i.arg[-1] in _READ_ALL_LOCALS for i in code):
         return found
     for index, instr in enumerate(code):
         if isinstance(instr, Instr) and instr.name.startswith("POP_JUMP") and instr.name.endswith(("IF_TRUE", "IF_FALSE")):
             end = next((i for i in range(index + 1, len(code)) if not _is_allowed(code[i])), len(code))
-            names = _changed(code, index + 1, end) if end < len(code) and code[end] is instr.arg else ()
+            names = _assigned(code, index + 1, end) if end < len(code) and code[end] is instr.arg else ()
             if names:
                 found[index] = Block(len(found), end, instr.name.endswith("IF_FALSE"), names)
     return found
@@ -89,8 +91,11 @@ def _is_allowed(instr: Any) -> bool:
     return not (isinstance(instr.arg, BinaryOp) and instr.arg.name.startswith("INPLACE"))
 
 
-def _changed(code: list[Any], start: int, end: int) -> tuple[str, ...]:
-    """The names that the instructions from `start` to `end` change; none if others would find one bound that is not."""
+def _assigned(code: list[Any], start: int, end: int) -> tuple[str, ...]:
+    """The local names that the instructions from `start` to `end` read and then assign.
+
+    Empty if they assign another name that may be read outside: it would be bound there even if the branch is not taken.
+    """
     first: dict[str, str] = {}
     for instr in code[start:end]:
         if instr.name in (*_LOADS, "STORE_FAST"):
@@ -106,7 +111,7 @@ def _changed(code: list[Any], start: int, end: int) -> tuple[str, ...]:
 
 
 def _is_stored_before(code: list[Any], index: int, name: str) -> bool:
-    """Whether the instructions that always run before this one give the name a value."""
+    """Whether the straight-line instructions just before this one assign the name."""
     for instr in reversed(code[:index]):
         if isinstance(instr, Label) or not isinstance(instr, Instr) or "JUMP" in instr.name:
             return False
@@ -116,11 +121,11 @@ def _is_stored_before(code: list[Any], index: int, name: str) -> bool:
 
 
 class Choice:
-    """A block that runs because nobody knows whether it should.
+    """A block that the trace runs although only the program knows the condition.
 
     Attributes:
-        runs: whether it should, bool[] on the device.
-        frame: in which it runs, until it has run; what torch's functions call is theirs.
+        runs: whether the branch is taken, bool[] on the device.
+        frame: the frame of the block while it runs. Only calls from this frame have to be pure; what torch's functions call does not.
     """
 
     def __init__(self, runs: torch.Tensor, frame: types.FrameType) -> None:
@@ -132,19 +137,27 @@ class Choice:
             self._first_node = torch.zeros((), requires_grad=True).clone().grad_fn
 
     def require_pure(self, fn: Any, args: tuple[Any, ...]) -> None:
-        """Raise for a call that could do more than compute."""
+        """Raise for a call that may have an effect.
+
+        Raises:
+            TraceError: it may.
+        """
         name = getattr(fn, "__name__", "")
         owner = getattr(fn, "__self__", None)
         module = getattr(fn, "__module__", None) or getattr(owner, "__module__", None) or ""
-        is_torchs = module.partition(".")[0] == "torch" or isinstance(owner, torch.Tensor)
+        is_torch = module.partition(".")[0] == "torch" or isinstance(owner, torch.Tensor)
         is_module = isinstance(fn, (type, torch.nn.Module)) or isinstance(owner, torch.nn.Module)
         writes = name.startswith(_STARTS_OF_WRITES) or (name.endswith("_") and not name.endswith("__"))
-        if id(fn) not in _PLAIN_CALLS and (not is_torchs or is_module or writes):
+        if id(fn) not in _PLAIN_CALLS and (not is_torch or is_module or writes):
             raise needs_value("bool (a branch)")
         self._seen += [(arg, arg._version) for arg in args if isinstance(arg, torch.Tensor) and not arg.is_inference()]
 
     def chosen(self, before: Any, after: Any) -> Any:
-        """What a name holds behind the block."""
+        """The value of a name after the block.
+
+        Raises:
+            TraceError: the block had an effect, or `torch.where` would differ from the branch.
+        """
         if default_stream.draws != self._draws or any(tensor._version != version for tensor, version in self._seen):
             raise needs_value("bool (a branch)")
         if before is after:
@@ -156,7 +169,7 @@ class Choice:
         return torch.where(self.runs, after, before)
 
     def _is_same_gradient(self, before: torch.Tensor, after: torch.Tensor) -> bool:
-        """Whether gradients through both sides reach what they reach through the side that is taken. See Note [Gradients of choices]."""
+        """Whether gradients through `torch.where` equal those of the branch. See Note [Gradients of choices]."""
         if not torch.is_grad_enabled() or not (before.requires_grad or after.requires_grad):
             return True
         if after.grad_fn is None:
@@ -181,7 +194,7 @@ class Choice:
 
 
 def _is_by_constant(node: Any) -> bool:
-    """Whether it is the gradient of a product with a finite number of Python, or of a quotient by one."""
+    """Whether it is the gradient of a product with a finite, nonzero Python number, or of a quotient by one."""
     if node.name() not in ("MulBackward0", "DivBackward0"):
         return False
     other = getattr(node, "_saved_other", None)
@@ -190,8 +203,8 @@ def _is_by_constant(node: Any) -> bool:
     return 0 < abs(float(other)) < math.inf
 
 
-def entered(condition: Any, enters_if: bool, frame: types.FrameType) -> bool | Choice:
-    """Whether a block runs; a choice where only the program will know."""
+def choose(condition: Any, enters_if: bool, frame: types.FrameType) -> bool | Choice:
+    """Whether a block runs; a `Choice` if only the program knows."""
     value = _number(condition)
     if value is None or host_answer(value) is not None:
         return bool(condition) is enters_if
@@ -201,7 +214,7 @@ def entered(condition: Any, enters_if: bool, frame: types.FrameType) -> bool | C
 
 
 def _number(condition: Any) -> Any:
-    """The traced array of one element that a condition is, or None."""
+    """The traced array of one element that a condition carries; None for any other condition."""
     if recording.get() is None:
         return None
     if is_device_tensor(condition) and condition.numel() == 1:
@@ -212,8 +225,8 @@ def _number(condition: Any) -> Any:
     return None
 
 
-def begun(block: Block, hook: Any, jump: Any) -> Iterator[Any]:
-    """Instructions in the place of the jump before a block; `hook` makes those that call a hook."""
+def before_block(block: Block, hook: Any, jump: Any) -> Iterator[Any]:
+    """Instructions that replace the jump before a block; `hook` makes those that call a hook."""
     at, token = jump.location, f"$choice{block.number}"
     copy = Instr("COPY", 3, location=at)
     yield from hook("choice", [copy, Instr("LOAD_CONST", block.enters_if, location=at)], at)
@@ -224,8 +237,8 @@ def begun(block: Block, hook: Any, jump: Any) -> Iterator[Any]:
         yield from (Instr("LOAD_FAST", variable, location=at), Instr("STORE_FAST", f"{token}.{index}", location=at))
 
 
-def ended(block: Block, hook: Any, at: Any) -> Iterator[Any]:
-    """Instructions behind a block."""
+def after_block(block: Block, hook: Any, at: Any) -> Iterator[Any]:
+    """Instructions after a block: each name that it assigned gets its chosen value."""
     token = f"$choice{block.number}"
     for index, variable in enumerate(block.names):
         operands = [Instr("LOAD_FAST", name, location=at) for name in (token, f"{token}.{index}", variable)]
@@ -233,4 +246,4 @@ def ended(block: Block, hook: Any, at: Any) -> Iterator[Any]:
         yield Instr("STORE_FAST", variable, location=at)
 
 
-__all__ = ["Block", "Choice", "begun", "blocks", "ended", "entered"]
+__all__ = ["Block", "Choice", "after_block", "before_block", "blocks", "choose"]

@@ -1,7 +1,7 @@
-"""What Python looks up in classes by itself: the class of an object, its special methods, the order of its bases.
+"""Reads of classes that no instruction shows: an object's class, its special methods, the order of its bases.
 
-`a + b`, `len(a)`, `with a:` name no method, so no instruction tells that one was looked up. So of each class of which an object takes
-part in what the trace runs, all special methods are expected to be the same in every call, those too that it does not have.
+`a + b`, `len(a)` and `with a:` look up a method that no instruction names. So all special methods of each class whose objects the trace
+uses are guarded, including those that the class does not define.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class ClassPlace(Place):
 
 
 class SpecialPlace(Place):
-    """The special methods of a class and of its bases, and the order of these.
+    """The special methods of a class and of its bases, and the order of the bases.
 
     Attributes:
-        dicts: those of the classes that can change.
+        dicts: the dicts of those classes that can change.
     """
 
     __slots__ = ("dicts", "methods", "order")
@@ -61,19 +61,19 @@ class SpecialPlace(Place):
 
     def difference(self) -> str | None:
         if self.holder.__mro__ is not self.order and self.holder.__mro__ != self.order:
-            return f"{self.title} has other base classes"
+            return f"{self.title} has different base classes"
         for now, old in zip(self._methods(), self.methods, strict=True):
             for name, new, before in zip(SPECIAL, now, old, strict=True):
                 if new is not before:
-                    return f"{self.title}.{name} is another"
+                    return f"{self.title}.{name} was replaced"
         return None
 
 
 class AbstractPlace(Place):
-    """What abstract classes answer whether others are subclasses of them, which `register` changes.
+    """Whether classes are subclasses of abstract classes, which `register` changes.
 
     Attributes:
-        answers: by (class, abstract class).
+        answers: the answers of `issubclass`, by (class, abstract class).
     """
 
     __slots__ = ("answers",)
@@ -93,19 +93,19 @@ class AbstractPlace(Place):
 
 
 def registrations(holder: Any) -> int:
-    """How often a class was registered as a subclass of an abstract one."""
+    """Number of `register` calls of all abstract classes so far."""
     return cast(int, abc.get_cache_token())
 
 
 def ask_classes(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
-    """`isinstance`, `issubclass`, `callable` and `type` are about to look at a value, and at the classes that stand behind it."""
+    """Before `isinstance`, `issubclass`, `callable` or `type`: record the classes that it reads."""
     if isinstance(args[0], type):
-        recording.meet(args[0])
-    recording.class_of(args[0])
+        recording.read_special_methods(args[0])
+    recording.read_class_of(args[0])
     if fn is builtins.isinstance or fn is builtins.issubclass:
         for cls in _classes_in(args[1:]):
             if type(cls) is not type:
-                recording.meet(cls) if isinstance(cls, type) else recording.class_of(cls)
+                recording.read_special_methods(cls) if isinstance(cls, type) else recording.read_class_of(cls)
                 if isinstance(cls, abc.ABCMeta):
                     _ask_abstract(recording, type(args[0]) if fn is builtins.isinstance else args[0], cls)
                     if getattr(cls, "_is_protocol", False) and fn is builtins.isinstance:
@@ -123,11 +123,11 @@ def _classes_in(kinds: Any) -> Iterator[Any]:
 
 def _ask_abstract(recording: Recording, cls: type, abstract: type) -> None:
     place: Any = recording.places.setdefault(id(abc.ABCMeta), AbstractPlace())
-    place.answers.setdefault((cls, abstract))  # answered when the trace is over: the answer may be the user's code
+    place.answers.setdefault((cls, abstract))  # answered after the trace, because `__subclasshook__` may be user code
 
 
 def _names_of(protocol: type) -> Iterator[str]:
-    """The names that an object must have (`typing.Protocol`)."""
+    """The attributes that a `typing.Protocol` requires of an object."""
     for base in protocol.__mro__:
         if getattr(base, "_is_protocol", False) and base.__name__ != "Protocol":
             names = (*vars(base), *vars(base).get("__annotations__", ()))
@@ -137,7 +137,7 @@ def _names_of(protocol: type) -> Iterator[str]:
 
 
 def ask_names(recording: Recording, owner: Any, what: str, answer: Any) -> None:
-    """`dir(owner)` or `owner.__subclasses__()` is about to be called."""
+    """Before `dir(owner)` or `owner.__subclasses__()`: record the names that `answer()` gives; `what` names them in messages."""
     key = hash((what, id(owner)))
     if key not in recording.places:
         recording.places[key] = ContentPlace(owner, f"{what} of {recording.name_of(owner)}", lambda: tuple(answer()))

@@ -1,4 +1,4 @@
-"""What a trace read of Python, as guards: of each place, what tells that it is as it was (see Note [Columns])."""
+"""Turns the places that a trace read into guards. For each place, says which values show that nothing changed. See Note [Columns]."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _CALL: Any = call
 
 
 def guard_places(guards: Guards, places: Iterable[Place]) -> None:
-    """The places have to be as they are now."""
+    """Guard the places: each has to keep the content that it expects now."""
     for place in places:
-        guards.add(place.difference, **_looks(place))
+        guards.add(place.difference, **_columns_of(place))
 
 
 def changed_numbers(places: Iterable[Place]) -> list[NumberPlace]:
-    """The ints and floats that are others now."""
+    """The ints and floats in these places that have changed."""
     return [number for place in places for number in place.changed_numbers()]
 
 
-def _looks(place: Place) -> dict[str, Any]:
-    """What `place.difference()` depends on, as arguments of `Guards.add`; nothing if no look can tell."""
+def _columns_of(place: Place) -> dict[str, Any]:
+    """What `place.difference()` depends on, as arguments of `Guards.add`; empty if that cannot be said, so that every call evaluates it."""
     holder = place.holder
     if isinstance(place, DictPlace):
         return {"dicts": [holder]}
@@ -67,7 +67,7 @@ def _looks(place: Place) -> dict[str, Any]:
         return {"parts": [(iter, holder)]}
     if type(place) is ContentPlace and isinstance(holder, ContextVar):
         return {"values": [(_SET, [holder])]}
-    if type(place) is ContentPlace and isinstance(place.content, (bool, type(None))):  # one object each: a setting, whether a file is there
+    if type(place) is ContentPlace and isinstance(place.content, (bool, type(None))):  # compared by identity: singletons
         return {"values": [(_CALL, [place.read])]}
     if isinstance(place, ListPlace) and type(holder) in (list, collections.deque):
         if place.whole is not None and all(map(_is_fixed, place.whole)):
@@ -83,7 +83,7 @@ def _is_fixed(value: Any) -> bool:
 
 @functools.lru_cache
 def _items(indexes: tuple[int, ...]) -> itemgetter[Any]:
-    return itemgetter(*indexes, *indexes[:1])  # of one index too it gives a tuple
+    return itemgetter(*indexes, *indexes[:1])  # at least two indexes, so that the result is a tuple
 
 
 __all__ = ["changed_numbers", "guard_places"]

@@ -1,11 +1,13 @@
-"""What exists in this process, asked of Python's garbage collector: the functions, and which objects a trace made.
+"""Finds functions, and the objects that a trace created, through Python's garbage collector.
+
+`gc.freeze` moves all objects that exist into the permanent generation, which `gc.get_objects` does not list. A trace freezes them at its
+start, so the objects listed at its end are those that the trace created.
 
 Note [Frozen between traces]
-    A list of all objects costs as much as tracing a small function, and most of them were there at the last trace. After a trace
-    they stay where `gc.freeze` puts them, so that the next one is shown only what was made since. A full collection takes them
-    back first (`before_collection`): no garbage is kept that would have been collected, and `gc.get_objects()` after `gc.collect()`
-    shows whoever looks for a leak what there is. A process that froze objects itself gets what it had: all is looked at in every
-    trace, and frozen again afterwards.
+    To list all objects of the process takes as long as to trace a small function, and most of them existed at the last trace. So they
+    stay frozen after a trace, and the next trace lists only objects created since. A full collection unfreezes them first
+    (`before_collection`). So garbage is collected as without us, and a search for leaks by `gc.collect()` and `gc.get_objects()` sees all
+    objects. If the process itself has frozen objects, every trace lists all objects, and freezes them again afterwards.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ from typing import Any
 
 from spmd.program.reads._library import is_recorded
 
-_MAX_DEAD = 1000  # references to functions that are gone
+_MAX_DEAD = 1000  # dead weak references before a cleanup
 
 
 class Heap:
-    """The functions of the user's that exist, found at each trace among what was made since the last one."""
+    """The functions outside the libraries that exist. Each trace searches only the objects created since the last one."""
 
     def __init__(self) -> None:
-        self._functions: dict[int, weakref.ref[types.FunctionType]] = {}  # by id; a WeakSet is ten times as slow to go through
-        self._library: dict[int, types.CodeType] = {}  # code of libraries, by id: a look at each function's module would cost more
-        self._is_kept = False  # what is frozen was frozen here
-        self._last: list[Any] = []  # made after the freeze: it is shown unless somebody else froze since
-        self._was_frozen = False  # somebody else froze objects
+        self._functions: dict[int, weakref.ref[types.FunctionType]] = {}  # by id; iterating over a WeakSet is ten times as slow
+        self._library: dict[int, types.CodeType] = {}  # code of libraries, by id; cheaper than a check of each function's module
+        self._is_kept = False  # the frozen objects were frozen here
+        self._last: list[Any] = []  # created after our freeze: listed unless other code has frozen objects since
+        self._was_frozen = False  # other code froze objects
         self._depth = 0
 
     def functions(self) -> list[types.FunctionType]:
-        """Those that are alive, also what was made since the last trace."""
+        """The functions that are alive, including those created since the last trace."""
         self._find_functions()
         found = [fn for ref in self._functions.values() if (fn := ref()) is not None]
         if len(found) < len(self._functions) - _MAX_DEAD:
@@ -44,7 +46,7 @@ class Heap:
     def _find_functions(self) -> None:
         found = gc.get_objects()
         is_ours = self._is_kept and any(o is self._last for o in found)
-        self._was_frozen = not is_ours and gc.get_freeze_count() > 0  # it counts them one by one
+        self._was_frozen = not is_ours and gc.get_freeze_count() > 0  # last, because it counts the frozen objects one by one
         if self._was_frozen:
             gc.unfreeze()
             found = gc.get_objects()
@@ -59,7 +61,7 @@ class Heap:
 
     @contextmanager
     def set_apart(self) -> Generator[None]:
-        """While active, what exists now is on another list than what is made, so that `made` tells them apart."""
+        """Freeze the objects that exist now, so that `made` lists only objects created in this block."""
         if self.before_collection not in gc.callbacks:
             gc.callbacks.append(self.before_collection)
         gc.freeze()
@@ -74,11 +76,11 @@ class Heap:
             self._last = [self]
 
     def made(self) -> frozenset[int]:
-        """The ids of the objects that exist now and were made since `set_apart`."""
+        """Ids of the objects that were created since `set_apart` and are alive."""
         return frozenset(map(id, gc.get_objects()))
 
     def before_collection(self, phase: str, info: dict[str, int]) -> None:
-        """A full collection looks at everything."""
+        """Callback of the garbage collector: a full collection includes the frozen objects."""
         if self._is_kept and not self._depth and phase == "start" and info["generation"] == 2:
             gc.unfreeze()
             self._is_kept = False
@@ -88,7 +90,7 @@ HEAP = Heap()
 
 
 def made_in_trace(value: Any) -> bool:
-    """Whether an object was made since the trace began. Python's collector knows objects that can hold others; no other counts as made."""
+    """Whether an object was created since the trace began; False for objects that the collector does not track (plain values)."""
     return id(value) in HEAP.made()
 
 

@@ -1,4 +1,4 @@
-"""The values of a CPU tensor as bytes, which can be compared and put back."""
+"""The values of a CPU tensor as bytes, to compare and to restore."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spmd.base._torch import DisableTorchFunctionSubclass
 
 
 def host_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, dtype, requires_grad and values of a CPU tensor; of a sparse one those of the tensors that it consists of."""
+    """Shape, dtype, requires_grad and bytes of a CPU tensor; of a sparse tensor also those of its indices and values."""
     with DisableTorchFunctionSubclass(), torch.no_grad():
         if tensor.layout != torch.strided:
             parts = [host_bytes(part) for part in _parts(tensor)]
@@ -34,7 +34,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def put_host_bytes(tensor: torch.Tensor, content: tuple[Any, ...]) -> None:
-    """Give a tensor the values of `host_bytes`, unless it has another shape now."""
+    """Restore the values that `host_bytes` gave, unless the tensor has a different shape now or is sparse."""
     shape, _, _, values, *_ = content
     if tensor.shape == shape and values:
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):

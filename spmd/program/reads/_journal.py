@@ -1,4 +1,4 @@
-"""What a traced function writes to Python objects: noted before it happens, undone after the trace, repeated by each call."""
+"""`Journal`: the writes of a traced function to Python objects. Noted before they happen, undone after the trace, repeated by each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import CDATA, content_of, is_same, items_of, slot_value
 
 Put = Callable[[Any], None]
-Writes = dict[Any, tuple[str, Any, Callable[[], Any]]]  # by place: its title, what it held before, what it holds now
+Writes = dict[Any, tuple[str, Any, Callable[[], Any]]]  # by place: its title, its old value, and a function that reads its value
 
 
 @dataclass
@@ -27,15 +27,15 @@ class Effect:
     """One write that each call repeats.
 
     Attributes:
-        holder: what is written to.
-        key: which entry of it; ABSENT if it is the whole content.
+        holder: the object that is written to.
+        key: the entry that is written; ABSENT if it is the whole content.
         title: the place in messages.
-        before: what it held before the trace.
-        value: what the trace left there; ABSENT if the entry was removed.
-        put: makes the place hold a value.
-        read: what the place holds now, or ABSENT.
-        is_content: the value is a copy of all that the holder holds.
-        was_read: the trace read the place before it wrote there.
+        before: the value before the trace.
+        value: the value that the trace left; ABSENT if the entry was removed.
+        put: sets the value of the place.
+        read: gives the value of the place now, or ABSENT.
+        is_content: whether the value is a copy of the whole content of the holder.
+        was_read: whether the trace read the place before it wrote it.
     """
 
     holder: Any
@@ -51,6 +51,8 @@ class Effect:
 
 @dataclass
 class _Written:
+    """The first write to a place; the fields are as in `Effect`."""
+
     holder: Any
     key: Any
     title: str
@@ -61,33 +63,37 @@ class _Written:
 
 
 class Journal:
-    """Writes of one trace, in order."""
+    """The writes of one trace, in order.
+
+    Attributes:
+        num_writes: number of writes noted so far, repeated ones included.
+    """
 
     def __init__(self, is_ignored: Callable[[Any, Any], bool] = lambda holder, key: False) -> None:
-        """`is_ignored`: entries (holder, key) that something else puts back."""
+        """`is_ignored(holder, key)` says whether something else restores an entry."""
         self._is_ignored = is_ignored
-        self._first: dict[tuple[Any, ...], _Written] = {}
-        self._entries: dict[int, list[Any]] = {}  # by id of a dict the keys written
+        self._first: dict[tuple[Any, ...], _Written] = {}  # the first write to each place
+        self._entries: dict[int, list[Any]] = {}  # keys that were written, by id of the dict
         self._appended: list[Effect] = []
-        self._removed: dict[tuple[Any, ...], None] = {}
-        self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}
+        self._removed: dict[tuple[Any, ...], None] = {}  # places of removed entries
+        self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}  # original order of the keys of dicts with removed entries
         self.num_writes = 0
         self._parts: list[Writes] = []  # the innermost last
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
-        """Whether the trace wrote there before: what is read then came from the trace."""
+        """Whether the trace has written this place, so that a read of it gives a value of the trace."""
         first = self._first
         return bool(first) and ((id(holder), _token(key)) in first or (id(holder), _WHOLE) in first)
 
     def has_met(self, holder: Any) -> bool:
-        """Whether the trace wrote to any part of it."""
+        """Whether the trace has written any part of `holder`."""
         return any(written.holder is holder for written in self._first.values())
 
     @contextmanager
     def part(self) -> Generator[Writes]:
-        """What a part of the trace writes, whole when the part is over.
+        """Collect the writes of one part of the trace (a branch, a loop body). Complete when the block ends.
 
-        A container that a library was given before is not noted again when the library changes it: it is looked at.
+        A library may change a container that it received earlier without a new note. So all noted places are compared at the end.
         """
         writes: Writes = {}
         earlier = {token: (written.title, written.read(), written.read) for token, written in self._first.items()}
@@ -102,24 +108,24 @@ class Journal:
                     writes.setdefault(token, (title, before, read))
 
     def before(self, holder: Any) -> Any:
-        """The content that a container had before the trace first changed it, or ABSENT."""
+        """The content of a container before the trace first changed it; ABSENT if it did not."""
         whole = self._first.get((id(holder), _WHOLE))
         found = ABSENT if whole is None else whole.before
         if not isinstance(holder, dict) or id(holder) not in self._entries:
             return found
         content: dict[Any, Any] = dict(items_of(holder)) if whole is None else dict(found)
-        for written in itertools.takewhile(lambda written: written is not whole, self._first.values()):  # what came after is not in it
+        for written in itertools.takewhile(lambda written: written is not whole, self._first.values()):  # later writes are not in it
             if written.holder is holder:
                 content[written.key] = written.before
         order = self._orders.get(id(holder), (None, content))[1]
         return {key: content[key] for key in (*order, *content) if content.get(key, ABSENT) is not ABSENT}
 
     def entries_of(self, holder: Any) -> list[Any]:
-        """The keys of a dict's entries that the trace wrote, one by one."""
+        """The keys of a dict that the trace wrote one by one."""
         return self._entries.get(id(holder), [])
 
     def entry(self, holder: dict[Any, Any], key: Any, title: str, put: Put | None = None) -> None:
-        """An entry of a dict is about to be written. `put`: how, if not in the dict itself (a class)."""
+        """Before an entry of a dict is written. `put` sets it, if the dict itself must not be written to (that of a class)."""
 
         base = dict_class(holder)
 
@@ -132,12 +138,12 @@ class Journal:
         self._note(holder, key, title, lambda: dict.get(holder, key, ABSENT), put or place)
 
     def removal(self, holder: dict[Any, Any], key: Any) -> None:
-        """An entry of a dict, already noted, is about to be removed; if it comes back, it is the last."""
+        """Before an entry of a dict that is noted already is removed. If it is added again, it moves to the end of the dict."""
         self._removed[id(holder), _token(key)] = None
         self._orders.setdefault(id(holder), (holder, list(holder)))
 
     def cell(self, cell: Any, title: str) -> None:
-        """A variable of a closure is about to be written."""
+        """Before a closure variable is written."""
 
         def place(value: Any) -> None:
             if value is ABSENT:
@@ -148,11 +154,11 @@ class Journal:
         self._note(cell, ABSENT, title, lambda: content_of(cell), place)
 
     def setting(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put) -> None:
-        """Something that Python or a library keeps elsewhere is about to be set."""
+        """Before a setting that Python or a library stores elsewhere is set."""
         self._note(holder, key, title, read, put)
 
     def slot(self, instance: Any, name: str, descriptor: Any, title: str) -> None:
-        """A slot of an object is about to be written."""
+        """Before a slot of an object is written."""
 
         def place(value: Any) -> None:
             if value is ABSENT:
@@ -163,14 +169,14 @@ class Journal:
         self._note(instance, name, title, lambda: slot_value(instance, descriptor), place)
 
     def content(self, holder: Any, title: str) -> None:
-        """All of a container may be changed by what is called next."""
+        """Before a call that may change the whole content of a container."""
         copied = copier_of(holder)
         if copied is not None:
             read, put = copied
             self._note(holder, ABSENT, title, read, put, is_content=not isinstance(holder, ContextVar))
 
     def append(self, holder: Any, value: Any, put: Put, title: str) -> None:
-        """An item is about to be added to a list: every call adds one, whatever the list holds."""
+        """Before an item is added to a list, deque or set. Every call adds one, whatever the container holds."""
         self.content(holder, title)
         self._appended.append(Effect(holder, ABSENT, title, ABSENT, value, put))
 
@@ -186,11 +192,11 @@ class Journal:
                 self._entries.setdefault(id(holder), []).append(key)
 
     def effects(self, is_before: Callable[[Any], bool], is_read: Callable[[Any, Any], bool]) -> list[Effect]:
-        """What each call repeats: the writes to objects that existed before the trace.
+        """The writes to objects that existed before the trace, for each call to repeat.
 
         Args:
             is_before: whether an object existed before the trace.
-            is_read: whether the trace read a place (holder, key; ABSENT for all of it), so that what it held before is guarded.
+            is_read: whether the trace read a place (holder, key; ABSENT for the whole content), so that its old value is guarded.
         """
         appended = {id(e.holder) for e in self._appended}
         effects: list[Effect] = []
@@ -213,7 +219,7 @@ class Journal:
         return effects
 
     def undo(self, is_before: Callable[[Any], bool]) -> None:
-        """Every object that existed before the trace holds again what it held."""
+        """Restore every object that existed before the trace."""
         for written in reversed(self._first.values()):
             if not is_before(written.holder):
                 continue
@@ -233,11 +239,12 @@ def _put_last(put: Put, value: Any) -> None:
 
 
 def dict_class(holder: dict[Any, Any]) -> Any:
-    """The class whose methods change a dict past what its own class makes of them."""
+    """The class whose methods change a dict without the overrides of its own class."""
     return collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
 
 
 def _token(key: Any) -> Any:
+    """A hashable that stands for `key`: a plain key itself, otherwise its id, because its `__eq__` may be user code."""
     if type(key) is str:
         return key
     try:
@@ -251,6 +258,7 @@ _WHOLE = _token(ABSENT)
 
 
 def is_same_content(now: Any, before: Any) -> bool:
+    """Whether two contents are equal: items are compared by identity, arrays by their bytes."""
     if type(now) is list and type(before) is list:
         return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
     if type(now) is dict and type(before) is dict:
@@ -261,7 +269,7 @@ def is_same_content(now: Any, before: Any) -> bool:
 
 
 def is_environment(holder: Any) -> bool:
-    """Whether an object shows the environment of the process."""
+    """Whether an object is `os.environ`, or another of its class."""
     return type(holder).__module__ == "os" and type(holder).__name__ == "_Environ"
 
 
@@ -272,7 +280,7 @@ def _put_environment(holder: Any, content: dict[str, str]) -> None:
 
 
 def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
-    """What copies the content of a container and what puts a copy back; None for other objects."""
+    """Functions that copy the content of a container and restore a copy; None for other objects."""
     if isinstance(holder, dict):
         base = dict_class(holder)
 
@@ -304,7 +312,7 @@ def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
 
         def put_array(content: Any) -> None:
             if len(content) == len(holder) * holder.itemsize:
-                memoryview(holder).cast("B")[:] = content  # while others look at its memory it cannot be resized
+                memoryview(holder).cast("B")[:] = content  # in place: an array with exported memory cannot be resized
             else:
                 array.array.__delitem__(holder, slice(None))
                 array.array.frombytes(holder, content)

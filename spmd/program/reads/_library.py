@@ -1,8 +1,8 @@
-"""The one rule for "library": whose functions are not recorded inside.
+"""The one rule for "library": modules whose functions are not instrumented.
 
-Code of a library is trusted to depend on its arguments alone; what it is handed counts as read, as deep as it can change. All
-other code is recorded instruction by instruction: the user's, and libraries that keep state in Python which a trace reads
-(torch's modules, optimizers and distributions; stacks of contexts, queues; Hugging Face; anything unknown).
+Code of a library is trusted to depend on its arguments alone. All that is passed to it counts as read, including all mutable objects
+inside. All other code is recorded instruction by instruction: the user's code, and libraries that keep state in Python which a trace
+reads (torch's modules, optimizers and distributions; `contextlib`, `queue`; Hugging Face; any unknown module).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import types
 from typing import Any
 
-_OF_NAMESPACES = frozenset({"types", "argparse", "dataclasses"})  # whose objects are the user's, as are their attributes
-_OF_TUPLES = "namedtuple_"  # where `__new__` of each named tuple is defined: it puts what it is given into a tuple
+_OF_NAMESPACES = frozenset({"types", "argparse", "dataclasses"})  # modules whose objects have attributes of the user's
+_OF_TUPLES = "namedtuple_"  # prefix of the module in which a named tuple's `__new__` is defined: it only stores its arguments
 _LIBRARIES = frozenset(
     {
         *(
@@ -49,7 +49,7 @@ _LIBRARIES = frozenset(
             "wandb",
         ),
         *("IPython", "ipykernel", "traitlets", "psutil", "typing_extensions"),
-        # what these are made with: they compute with no tensor
+        # dependencies of the above, which do not compute with tensors
         *("absl", "aiohttp", "anyio", "attr", "attrs", "certifi", "click", "comm", "dateutil", "debugpy", "decorator", "dill"),
         *("docstring_parser", "fontTools", "fsspec", "google", "grpc", "h11", "httpcore", "httpx", "idna", "iniconfig", "jinja2"),
         *("joblib", "markupsafe", "mpmath", "networkx", "pkg_resources", "platformdirs", "prompt_toolkit", "pyarrow", "pygments"),
@@ -57,28 +57,28 @@ _LIBRARIES = frozenset(
         *("urllib3", "zmq"),
     }
 ) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
-_USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package that use it
-_RECORDED = (
+_USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package, instrumented like user code
+_RECORDED = (  # parts of libraries that are instrumented
     *("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions"),
     *("einops.layers", "einx.nn", "contextlib", "queue"),
 )
 
 
 def is_library(module_name: str | None) -> bool:
-    """Whether a module is a library's, and not the user's own."""
-    if not isinstance(module_name, str):  # of some classes in C it is a descriptor
+    """Whether a module belongs to a library, and not to the user."""
+    if not isinstance(module_name, str):  # `__module__` of some classes in C is a descriptor
         return module_name is not None
     return bool(module_name) and module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_USERS)
 
 
 @functools.cache
 def is_recorded(module_name: str | None) -> bool:
-    """Whether what functions of this module read is recorded; the other libraries' are taken as a whole."""
+    """Whether functions of this module are instrumented."""
     if not is_library(module_name):
         return module_name not in _OF_NAMESPACES and not str(module_name).startswith(_OF_TUPLES)
     return any(module_name == name or str(module_name).startswith(name + ".") for name in _RECORDED)
 
 
-def is_librarys_property(found: Any) -> bool:
-    """Whether an attribute of a class is a property that code of a library computes."""
+def is_library_property(found: Any) -> bool:
+    """Whether an attribute of a class is a property that library code computes."""
     return type(found) is property and type(found.fget) is types.FunctionType and not is_recorded(found.fget.__module__)

@@ -1,8 +1,9 @@
-"""`number in container`, `table.get(number)` and `listed.index(number)`, where the number varies: a program for each answer, not for
-each number.
+"""`number in container`, `table.get(number)` and `listed.index(number)` with a varying number: one program per answer, not per number.
 
-if step in milestones: ...           # torch's MultiStepLR asks a Counter; the container is guarded, as any that is read
-weight = schedule.get(step, 1.0)
+    if step in milestones: ...           # as in torch's MultiStepLR, with a Counter
+    weight = schedule.get(step, 1.0)
+
+The container is guarded like any other that is read.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ _ORDERED = (list, tuple, collections.deque, range)
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
-def asked(recording: Recording, item: Any, holder: Any) -> Any:
-    """Note that `item in holder` is about to be asked; returns the item to ask for."""
+def membership_key(recording: Recording, item: Any, holder: Any) -> Any:
+    """Before `item in holder`: record the read. Returns the item to use instead."""
     if type(item) is Varying:
-        recording.look_into(holder)
+        recording.read_content(holder)
         return _as_member(item, holder)
-    recording.look_into_key(item)
+    recording.read_key(item)
     if isinstance(holder, dict) and is_simple(item) and type(holder).__contains__ is dict.__contains__:
         if not recording._is_ignored(holder) and not recording.journal.is_written(holder, item):
             title = f"{recording._title(holder)}[{{!r}}]"
             recording._dict(holder, title).present.setdefault(item, dict.__contains__(holder, item))
     else:
-        recording.look_into(holder)
+        recording.read_content(holder)
     return item
 
 
-def got(recording: Recording, fn: Any, number: Varying) -> Callable[..., Any] | None:
-    """What to call instead of `fn(number)`, if that asks a container of plain values for the number by a method; else None."""
+def lookup(recording: Recording, fn: Any, number: Varying) -> Callable[..., Any] | None:
+    """The callable to use instead of `fn`, if it is a method that looks the number up in a container of plain values; else None."""
     table: Any = getattr(fn, "__self__", None)
     name = getattr(fn, "__name__", "")
     kind = _kind_of(table)
-    if kind is not None and name == "__contains__" and (key := asked(recording, number, table)) is not number:
+    if kind is not None and name == "__contains__" and (key := membership_key(recording, number, table)) is not number:
         return lambda _: fn(key)
     if kind in _ORDERED and name in ("index", "count") and getattr(type(table), name) is getattr(kind, name) and _is_plain(table, kind):
-        recording.look_into(table)
+        recording.read_content(table)
         held = table if kind is range else tuple(table)
         return lambda number, *bounds: number.apply(partial(getattr(type(held), name), held), number, *bounds)
     if not (isinstance(table, dict) and type(fn) is types.BuiltinFunctionType and fn.__name__ == "get"):
         return None
-    key = asked(recording, number, table)
+    key = membership_key(recording, number, table)
     if key is number:
         return None
     if key in table:
@@ -65,14 +66,14 @@ def _kind_of(holder: Any) -> Any:
 
 
 def _is_plain(holder: Any, kind: Any) -> bool:
-    """Whether a container of this kind holds plain values alone."""
+    """Whether a container of this kind holds only plain values."""
     return kind is range or all(type(member) in _PLAIN for member in holder)
 
 
 def _as_member(number: Varying, holder: Any) -> Any:
-    """Today's value of the number, where the program holds for all numbers of which `number in holder` is as true.
+    """The number's value in this call. The program is valid for all numbers with the same answer to `number in holder`.
 
-    The number itself where the container compares in a way of its own, or holds something else than plain values.
+    Returns the number itself if the container has its own `__contains__`, or holds other values than plain ones.
     """
     kind = _kind_of(holder)
     if kind is None or type(holder).__contains__ is not kind.__contains__ or not _is_plain(holder, kind):
@@ -83,4 +84,4 @@ def _as_member(number: Varying, holder: Any) -> Any:
     return value
 
 
-__all__ = ["asked", "got"]
+__all__ = ["lookup", "membership_key"]

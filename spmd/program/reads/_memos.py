@@ -1,4 +1,4 @@
-"""What functools keeps behind a function: results of cached functions, registered implementations of generic ones."""
+"""State of functools' wrappers: results of cached functions (`lru_cache`), implementations of generic functions (`singledispatch`)."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ _OF_TRACE = (torch.Tensor, torch.SymFloat, torch.SymInt)
 
 
 def read_registry(recording: Recording, fn: Any) -> None:
-    """If `fn` chooses among implementations (`functools.singledispatch`): these are those of the trace."""
+    """Record the implementations of a generic function (`functools.singledispatch`); nothing for other functions."""
     registry = fn.__dict__.get("registry")
     if isinstance(registry, types.MappingProxyType):
         recording._title_of(registry, f"the implementations of {fn.__qualname__}")
-        recording.look_into(registry)
+        recording.read_content(registry)
 
 
 def num_keys(fn: Any) -> int:
-    """How many of its first arguments `fn` keeps as a key (a cached function: all), or chooses by the class of (a generic one: one)."""
+    """Number of leading arguments that `fn` uses as a key: all of a cached function, one of a generic function, else 0."""
     if isinstance(fn, functools._lru_cache_wrapper):
         return sys.maxsize
     return int(type(fn) is types.FunctionType and fn.__code__.co_filename == _FUNCTOOLS)
 
 
 class Cache:
-    """The results that a cached function holds while a trace runs.
+    """The cache of a function of `functools.lru_cache` during a trace.
 
     Attributes:
-        made: tensors among those that the trace computed, and their versions then.
+        fn: the cached function.
+        results: the dict of its results, by key.
+        made: tensors in results that the trace computed, each with its version at that time.
     """
 
     def __init__(self, fn: functools._lru_cache_wrapper[Any]) -> None:
@@ -54,10 +56,11 @@ class Cache:
         self._no_key = next(o for o in gc.get_referents(fn) if type(o) is object)
 
     def call(self, recording: Recording, *args: Any, **kwargs: Any) -> Any:
-        """The function's result. One that was there before the trace is expected in every call.
+        """Call the function.
 
-        One that is computed in the trace is missing in every call if that matters: it holds tensors, which the trace does not leave
-        in the cache, or the function wrote something, which Python would not write again.
+        A result that was cached before the trace is guarded: every call has to find it. A result that the trace computes is guarded as
+        missing in two cases: it holds tensors, which do not stay in the cache after the trace, or the function wrote something, which
+        a cached result would not write again.
         """
         misses, num_writes = self.fn.cache_info().misses, recording.journal.num_writes
         result = self.fn(*args, **kwargs)
@@ -65,13 +68,13 @@ class Cache:
         if self.fn.cache_info().misses == misses:
             if key in self._before:
                 recording._title_of(self.results, title)
-                recording._read_item(recording.parts(self.fn, self.results), key)
+                recording._read_item(recording.owned(self.fn, self.results), key)
         elif _holds(result, Varying):
             self.results.pop(key, None)
-            raise TypeError(f"{self.fn.__qualname__} caches its results, so it takes no Varying")  # the trace starts again without these
+            raise TypeError(f"{self.fn.__qualname__} caches its results, so it takes no Varying")  # traced again without varying numbers
         elif (is_of_trace := _holds(result, _OF_TRACE)) or recording.journal.num_writes > num_writes:
-            recording.miss(self.fn, self.results, key, f"{title}[{{!r}}]")
-            if is_of_trace:  # a bounded cache does not show what it holds
+            recording.read_missing(self.fn, self.results, key, f"{title}[{{!r}}]")
+            if is_of_trace:  # keep the key: the dict of a bounded cache holds links, which do not show their results
                 self._of_trace.append(key)
             self._note_tensors(result)
         return result
@@ -81,12 +84,12 @@ class Cache:
         self.made.extend((tensor, tensor._version) for tensor in tensors)
 
     def forget(self) -> None:
-        """Drop results of the trace that hold tensors, or numbers of the device: these belong to the trace."""
+        """Drop the results that hold tensors or program numbers: these are valid only in the trace."""
         for key in self._of_trace:
             self.results.pop(key, None)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As functools makes it."""
+        """The key under which functools caches a result."""
         is_typed = self.fn.cache_parameters()["typed"]
         if not kwargs and not is_typed:
             return args[0] if len(args) == 1 and type(args[0]) in (int, str) else args
@@ -96,10 +99,10 @@ class Cache:
 
 
 def require_unwritten(caches: Iterable[Cache]) -> None:
-    """Raise if a tensor was written to that the next call would find in a cache, and a program makes anew.
+    """Refuse in-place writes to tensors in a cache: eager code would find the changed tensor, but a program computes it again.
 
     Raises:
-        TraceError: it was.
+        TraceError: a cached tensor was written to.
     """
     for cache in caches:
         made, cache.made = cache.made, []

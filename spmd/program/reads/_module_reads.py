@@ -1,7 +1,7 @@
-"""Functions of torch's whose reads are noted together: a call of a module, and a look at its parameters, buffers and modules.
+"""Replacements for three methods of `torch.nn.Module` that record all their reads at once: the call, and the lookup of a part.
 
-They run for every module of a model, and read a dozen places each, always the same. So a stand-in notes these and does what they
-do; where there is more to do (hooks, TorchScript), torch's own code runs, instrumented as all other.
+These methods run for every module of a model, and each reads the same dozen places. So a replacement records these reads and does the
+work of the method. In other cases (module hooks, TorchScript) torch's method runs, instrumented like all other code.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from spmd.base._torch import in_torchscript_trace
 from spmd.program.find._static import static_attribute
 from spmd.program.reads._calls import note_call
-from spmd.program.reads._hooks import unseen
+from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._number_place import ABSENT
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
-Own = Callable[..., Any]
+Original = Callable[..., Any]
 RunModule = Callable[[torch.nn.Module, Callable[[], Any]], Any]
 _Module: Any = torch.nn.Module
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
@@ -29,19 +29,19 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
-def _called(recording: Recording, own: Own, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`Module._call_impl`: a call of `forward` where there are no hooks."""
+def _call_impl(recording: Recording, original: Original, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`Module._call_impl`: calls `forward` directly if there are no module hooks."""
 
     def run() -> Any:
-        forward = unseen(recording, _forward_of, recording, own, module, args, kwargs)
-        return own(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+        forward = without_hooks(recording, _forward_of, recording, original, module, args, kwargs)
+        return original(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
     return recording.run_module(module, run)
 
 
-def _forward_of(recording: Recording, own: Own, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The module's `forward`, about to be called; None if there are hooks to call too, or Python that finds it (a property)."""
-    attributes, variables = _attributes_of(recording, module), own.__globals__
+def _forward_of(recording: Recording, original: Original, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The module's `forward`, with its call recorded; None if there are hooks too, or if finding it runs Python code (a property)."""
+    attributes, variables = _attributes_of(recording, module), original.__globals__
     if type(static_attribute(type(module), "forward")) is not types.FunctionType and "forward" not in attributes:
         return None
     registries = [*(attributes.get(name) for name in _HOOKS), *map(variables.get, _GLOBAL_HOOKS)]
@@ -52,18 +52,18 @@ def _forward_of(recording: Recording, own: Own, module: Any, args: tuple[Any, ..
     for name in _GLOBAL_HOOKS:
         recording.load_global(variables, name)
     for registry in registries:
-        recording.look_into(registry)
+        recording.read_content(registry)
     recording.load_attr(module, "forward")
     return note_call(recording, module.forward, (*args, *kwargs.values()))
 
 
-def _entered(recording: Recording, own: Own, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`Module._wrapped_call_impl`: a call of `_call_impl`, unless the module has a compiled one."""
-    is_plain = unseen(recording, _calls_own, recording, module)
-    return module._call_impl(*args, **kwargs) if is_plain else own(module, *args, **kwargs)
+def _wrapped_call_impl(recording: Recording, original: Original, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`Module._wrapped_call_impl`: calls `_call_impl`, unless the module has a compiled one."""
+    is_plain = without_hooks(recording, _calls_call_impl, recording, module)
+    return module._call_impl(*args, **kwargs) if is_plain else original(module, *args, **kwargs)
 
 
-def _calls_own(recording: Recording, module: Any) -> bool:
+def _calls_call_impl(recording: Recording, module: Any) -> bool:
     attributes = _attributes_of(recording, module)
     if attributes.get("_compiled_call_impl") is not None or type(module)._call_impl is not _Module._call_impl:
         return False
@@ -72,10 +72,10 @@ def _calls_own(recording: Recording, module: Any) -> bool:
     return "_call_impl" not in attributes
 
 
-def _attribute(recording: Recording, own: Own, module: Any, name: str) -> Any:
-    """`Module.__getattr__`: a parameter, a buffer or a module."""
-    found = unseen(recording, _part_of, recording, module, name)
-    return own(module, name) if found is ABSENT else found
+def _getattr(recording: Recording, original: Original, module: Any, name: str) -> Any:
+    """`Module.__getattr__`: returns a parameter, a buffer or a module."""
+    found = without_hooks(recording, _part_of, recording, module, name)
+    return original(module, name) if found is ABSENT else found
 
 
 def _part_of(recording: Recording, module: Any, name: str) -> Any:
@@ -98,10 +98,10 @@ def _attributes_of(recording: Recording, module: Any) -> dict[str, Any]:
     return found
 
 
-STAND_INS: dict[types.CodeType, Callable[..., Any]] = {
-    _Module._call_impl.__code__: _called,
-    _Module._wrapped_call_impl.__code__: _entered,
-    _Module.__getattr__.__code__: _attribute,
+REPLACEMENTS: dict[types.CodeType, Callable[..., Any]] = {
+    _Module._call_impl.__code__: _call_impl,
+    _Module._wrapped_call_impl.__code__: _wrapped_call_impl,
+    _Module.__getattr__.__code__: _getattr,
 }
 
-__all__ = ["STAND_INS", "RunModule"]
+__all__ = ["REPLACEMENTS", "RunModule"]

@@ -1,4 +1,8 @@
-"""Calls of C code on a size of which is noted what Python asks (see `sizes`): it must not take the number unseen."""
+"""Replacements for C functions that are called with a noted size.
+
+A noted size is an int that records each comparison that Python makes of it (`sizes/_size_reads`). C code would read its value without
+a record.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ _OF_NUMBERS = frozenset((range, bytes, bytearray, bin, hex, oct, chr, complex))
 _NUMBERS_IN = frozenset(("math", "cmath", "itertools", "numpy", "_operator", "_decimal", "decimal", "_bisect", "_heapq", "_struct"))
 
 
-_SMOOTH = frozenset(map(id, (math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.pow)))  # without steps and turns
+# functions without steps and turning points
+_SMOOTH = frozenset(map(id, (math.sqrt, math.log, math.log2, math.log10, math.log1p, math.exp, math.pow)))
 
 
 def _hides_numbers(fn: Any) -> bool:
-    """Whether it makes of a number, in C, what nobody can ask where it came from; a tensor's methods are the program's own."""
+    """Whether `fn` computes from a number, in C, a value that records nothing; methods of tensors are operations of the program."""
     owner = getattr(fn, "__self__", None)
     return (
         (isinstance(fn, Hashable) and fn in _OF_NUMBERS)
@@ -30,8 +35,8 @@ def _hides_numbers(fn: Any) -> bool:
     )
 
 
-def of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
-    """What answers in C for a size of which is noted what Python asks (see `sizes`), so that this is; else None."""
+def for_noted_sizes(fn: Any, args: tuple[Any, ...]) -> Any:
+    """The callable to use instead of `fn`, if it is called with noted sizes and would read one without a record; else None."""
     if id(fn) in _SMOOTH and all(isinstance(a, (int, float)) for a in args) and (first := next(filter(is_noted, args), None)) is not None:
         return lambda *given: first.through(fn, given)
     if any(map(is_noted, args)) and _hides_numbers(fn):
@@ -49,4 +54,4 @@ def of_noted_size(fn: Any, args: tuple[Any, ...]) -> Any:
     return (lambda: math.prod(shape)) if type(shape) is torch.Size and fn.__name__ == "numel" and any(map(is_noted, shape)) else None
 
 
-__all__ = ["of_noted_size"]
+__all__ = ["for_noted_sizes"]

@@ -1,7 +1,9 @@
-"""What stands for a function that is handed numbers of a program.
+"""Replacements for functions that are called with program numbers.
 
-Functions of torch make tensors of them: C++ takes each for a float and for a constant. Functions of other libraries, numpy's above all,
-know no such number: they make an array of objects, or an error that the caller may catch. They get Python's own where the host knows them.
+A program number is a `torch.SymFloat` or `torch.SymBool` whose value the program computes (`device/_numbers`). Torch's C++ code treats it
+as a float constant where it makes a tensor from numbers (`torch.tensor`, `torch.where`). Other libraries, above all numpy, do not know
+such a number: they make an array of objects, or raise an error that the caller may catch. So they get the Python number if the host
+knows it.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from spmd.device._numbers import OF_MATH, NumberNode, needs_value, sample
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._mapped_scalars import MappedScalar, as_scalar, is_mapped_scalar, takes_tensors, with_scalars
 
-_MOST = 64  # numbers that are operations of their own
+_MOST = 64  # largest number of elements that `tensor` makes by one operation each
 _OF_NUMPY = (np.ndarray, np.generic)
 _OF_INTS = frozenset((range, slice, bytes, bytearray, itertools.islice))
-_OF_BOOLS = (torch.sym_ite, torch.sym_not)  # which take those of torch's own tracers
-_OF_SIZES = frozenset(  # which C++ takes for no argument at all
+_OF_BOOLS = (torch.sym_ite, torch.sym_not)  # take only bools of torch's own tracers
+_OF_SIZES = frozenset(  # functions of sizes, for which C++ accepts no program number
     ("view", "reshape", "expand", "repeat", "tile", "ones", "zeros", "empty", "rand", "randn", "new_ones", "new_zeros", "new_empty")
 )
-# libraries that hand them on, compute with them as Python does, or ask them for what they refuse
+# libraries that pass program numbers on, compute with them as Python does, or ask them for a value, which the number refuses
 _ARRAY_LIBRARIES = ("torch", "functorch", "jax", "spmd", "mesh")
 _PYTHONS = ("builtins", "math", "functools", "_functools", "itertools", "copy", "logging", "warnings", "collections", "_collections")
 _PYTHONS_TYPES = ("dataclasses", "contextlib", "typing", "types", "abc", "_abc", "numbers")
@@ -37,15 +39,15 @@ _TAKE_NUMBERS = frozenset((*_ARRAY_LIBRARIES, *_PYTHONS, *_PYTHONS_TYPES))
 
 
 def is_lifted(value: Any) -> bool:
-    """Whether it is a number of the program, or a list of some."""
+    """Whether it is a program number, or a list or tuple with one."""
     if type(value) in (list, tuple):
         return any(map(is_lifted, value))
     return is_scalar(value)
 
 
-def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call instead of `fn` with such numbers; `fn` itself where it takes them."""
-    if fn is builtins.isinstance or fn is builtins.hasattr or fn is builtins.dir:  # asked of Python's number, of which there is a sample
+def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The callable to use instead of `fn` with program numbers; `fn` itself if it takes them."""
+    if fn is builtins.isinstance or fn is builtins.hasattr or fn is builtins.dir:  # answered for a Python number of the same type
         return lambda value, *rest: fn(sample(value) if is_scalar(value) else value, *rest)
     if fn is builtins.type:
         return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
@@ -72,7 +74,7 @@ def of_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def needs_known(fn: Any) -> bool:
-    """Whether it takes Python's own numbers alone, and may not say so."""
+    """Whether `fn` takes only Python numbers, but may not raise for a program number."""
     if (isinstance(fn, type) and fn in _OF_INTS) or any(fn is f for f in _OF_BOOLS):
         return True
     owner = getattr(fn, "__self__", None)
@@ -87,22 +89,22 @@ def needs_known(fn: Any) -> bool:
 
 
 def with_known(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of Python's own numbers; the program then holds for these only."""
+    """`fn`, called with the Python numbers that the program numbers stand for. The program is then valid for these only."""
     return lambda *given, **options: fn(*map(known, given), **{name: known(value) for name, value in options.items()})
 
 
 def holds_lifted(value: Any) -> bool:
-    """Whether numbers of the program are in it, in the containers that are written out: of json, of a logger."""
+    """Whether it contains program numbers, in dicts, lists, tuples or deques, as passed to `json` or a logger."""
     if type(value) is dict:
         return any(map(holds_lifted, value.values()))
     return any(map(holds_lifted, value)) if type(value) in (list, tuple, deque) else is_lifted(value)
 
 
 def known(value: Any) -> Any:
-    """The same with Python's own numbers.
+    """The value with Python numbers in the place of program numbers.
 
     Raises:
-        TraceError: only the device knows one.
+        TraceError: only the device knows one of them.
     """
     if type(value) is dict:
         return {key: known(item) for key, item in value.items()} if holds_lifted(value) else value
@@ -113,24 +115,31 @@ def known(value: Any) -> Any:
     return value.node.known("number") if is_lifted(value) else value
 
 
-def beside_numpy(left: Any, right: Any) -> Any:
-    """The first operand beside a number of numpy's, which would make an array of objects; a float64 is Python's float."""
+def numpy_operand(left: Any, right: Any) -> Any:
+    """The left operand to use where one operand is numpy's and the other a program number: numpy would make an array of objects.
+
+    An `np.float64` becomes a Python float.
+    """
     if isinstance(left, _OF_NUMPY) and is_lifted(right):
         if type(left) is not np.float64:
-            raise needs_value("number (beside numpy's)")
+            raise needs_value("number (an operand beside numpy's)")
         return float(left)
     return known(left) if isinstance(right, _OF_NUMPY) and type(right) is not np.float64 and is_lifted(left) else left
 
 
-def beside_mapped(left: Any, right: Any) -> Any:
-    """The first operand where one is a number and the other a 0-dim tensor under `vmap`."""
+def mapped_operand(left: Any, right: Any) -> Any:
+    """The left operand to use where one operand is a program number and the other a 0-dim tensor under `vmap`."""
     if is_scalar(right) and is_mapped_scalar(left):
         return MappedScalar(left)
     return as_scalar(left, right) if is_scalar(left) and is_mapped_scalar(right) else left
 
 
 def require_known_name(value: Any, name: str) -> None:
-    """Raise for an attribute that Python's number has and this one has otherwise, or not."""
+    """Refuse an attribute of a program number that is missing, or different from that of the Python number.
+
+    Raises:
+        TraceError: the attribute is one of these.
+    """
     if is_scalar(value) and (
         name in ("__class__", "__doc__", "node") or (hasattr(value.node.kind, name) and not hasattr(type(value), name))
     ):
@@ -138,12 +147,12 @@ def require_known_name(value: Any, name: str) -> None:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether it is a number of the program."""
+    """Whether it is a program number."""
     return type(value) in (torch.SymFloat, torch.SymBool) and isinstance(value.node, NumberNode)
 
 
-def matched(value: Any, by_parts: bool) -> Any:
-    """What a class pattern looks at; `by_parts`: it binds parts of it, too."""
+def matched_value(value: Any, by_parts: bool) -> Any:
+    """The value to use for a class pattern, `case cls(...)`; `by_parts`: the pattern also reads attributes."""
     if not is_scalar(value):
         return value
     return known(value) if by_parts else sample(value)
@@ -153,8 +162,8 @@ def _is_truth(value: Any) -> bool:
     return is_scalar(value) and value.node.kind is bool
 
 
-def identified(left: Any, right: Any) -> Any:
-    """The first operand of `is`: a bool of the program is neither True nor False."""
+def identity_operand(left: Any, right: Any) -> Any:
+    """The left operand to use for `is`: a program bool is neither the object True nor False."""
     if isinstance(right, bool) and _is_truth(left):
         return known(left)
     if isinstance(left, bool) and _is_truth(right):
@@ -163,7 +172,7 @@ def identified(left: Any, right: Any) -> Any:
 
 
 def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
-    """`torch.where(condition, input, other)`; a number promotes as Python's own."""
+    """`torch.where(condition, input, other)`; a program number promotes like a Python number."""
     left, right = choices if len(choices) == 2 else (*choices, *(named[name] for name in ("input", "self", "other") if name in named))
     if not (is_lifted(left) or is_lifted(right)):
         return torch.where(condition, left, right)
@@ -172,7 +181,7 @@ def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
 
 
 def tensor(fn: Callable[..., torch.Tensor], data: Any, *, requires_grad: bool = False, **options: Any) -> torch.Tensor:
-    """`torch.tensor(data)` on the device, the numbers in it inputs or values of the program."""
+    """`torch.tensor(data)` on the device; its program numbers stay values of the program."""
     device = options.pop("device", None)
     device = torch.get_default_device() if device is None else torch.device(device)
     values = list(_flat(data))
@@ -196,7 +205,7 @@ def _flat(data: Any) -> Iterator[Any]:
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
-    """The sizes of nested lists; None where they are ragged."""
+    """The shape of nested lists; None if they are ragged."""
     if not isinstance(data, Sequence):
         return ()
     shapes = {_shape(item) for item in data}
@@ -204,16 +213,16 @@ def _shape(data: Any) -> tuple[int, ...] | None:
 
 
 __all__ = [
-    "beside_mapped",
-    "beside_numpy",
+    "for_numbers",
     "holds_lifted",
-    "identified",
+    "identity_operand",
     "is_lifted",
     "is_scalar",
     "known",
-    "matched",
+    "mapped_operand",
+    "matched_value",
     "needs_known",
-    "of_numbers",
+    "numpy_operand",
     "require_known_name",
     "where",
     "with_known",

@@ -1,4 +1,4 @@
-"""Places that hold Python numbers, alone or in tuples: what of them changes can become an input of a program."""
+"""`NumberPlace`: a place that holds a Python number, alone or in tuples. A number that changes can become an input of the program."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NumberPlace:
-    """A place that holds a Python number, or a tuple with one in it.
+    """A place that holds a Python number, or a tuple with one inside.
 
     Attributes:
-        holder: kept, so that the token stays its own.
-        key: which entry of it.
-        path: positions in tuples that lead to the number; empty if the place holds the number itself.
+        holder: the object that holds the value. Kept alive, so that the token stays unique.
+        key: the entry of the holder.
+        path: indices into nested tuples that lead to the number; empty if the place holds the number itself.
         kind: int or float.
-        look: what the place holds now.
-        place: makes it hold another value.
+        look: gives the value of the place now.
+        place: sets the value of the place.
     """
 
     holder: Any
@@ -34,7 +34,7 @@ class NumberPlace:
 
     @property
     def token(self) -> tuple[int, Any, Path]:
-        """Equal for the same place."""
+        """Identifies the place: equal for the same place only."""
         return id(self.holder), self.key, self.path
 
     def read(self) -> Any:
@@ -42,11 +42,11 @@ class NumberPlace:
         return part_of(self.look(), self.path)
 
     def put(self, number: Any) -> None:
-        """Make the place hold another number; a tuple is made anew around it."""
+        """Set the number. Tuples around it are replaced by new ones."""
         self.place(with_part(self.look(), self.path, number))
 
     def tuples(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
-        """Each tuple around the number, and what gives the one that the place holds then."""
+        """Each tuple around the number, with a function that gives the tuple at the same position later."""
         for length in range(len(self.path)):
             path = self.path[:length]
             yield part_of(self.look(), path), partial(self._part, path)
@@ -56,12 +56,12 @@ class NumberPlace:
 
 
 def is_tuple(value: Any) -> bool:
-    """Whether a value is a tuple of which nothing matters but what lies in it."""
+    """Whether a value is a tuple, or a named tuple, without any state besides its items."""
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields") and not hasattr(value, "__dict__"))
 
 
 def part_of(value: Any, path: Path) -> Any:
-    """What lies where `path` leads, or ABSENT."""
+    """The item of nested tuples at `path`, or ABSENT."""
     for index in path:
         if not is_tuple(value) or index >= len(value):
             return ABSENT
@@ -70,7 +70,7 @@ def part_of(value: Any, path: Path) -> Any:
 
 
 def with_part(value: Any, path: Path, part: Any) -> Any:
-    """The tuple with another part where `path` leads."""
+    """A copy of nested tuples with `part` at `path`."""
     if not path:
         return part
     parts = list(value)
@@ -79,7 +79,7 @@ def with_part(value: Any, path: Path, part: Any) -> Any:
 
 
 def with_inputs(value: Any, paths: Collection[Path]) -> Any:
-    """What to expect of a place whose numbers at `paths` are inputs."""
+    """The value with INPUT at `paths`: what a guard expects where these numbers are inputs."""
     for path in paths:
         if part_of(value, path) is not ABSENT:
             value = with_part(value, path, INPUT)
@@ -87,7 +87,7 @@ def with_inputs(value: Any, paths: Collection[Path]) -> Any:
 
 
 def paths_of(new: Any, old: Any, has_changed: Callable[[Any, Any], bool]) -> Iterator[Path]:
-    """Where in a value, or in tuples of the same build, a number changed."""
+    """The paths at which `has_changed(new, old)` is true, in nested tuples of the same structure."""
     if is_tuple(new) and is_tuple(old) and type(new) is type(old) and len(new) == len(old):
         for index, (part, before) in enumerate(zip(new, old, strict=True)):
             yield from ((index, *path) for path in paths_of(part, before, has_changed))

@@ -1,6 +1,6 @@
-"""`sorted`, `min`, `max`, `filter` and `map` with a function of the user's: of the items they look at what it gives alone.
+"""`sorted`, `min`, `max`, `filter` and `map` with a function of the user's: of each item they read only what that function returns.
 
-for callback in sorted(callbacks, key=lambda c: c.priority): ...   # what else the callbacks hold may change
+for callback in sorted(callbacks, key=lambda c: c.priority): ...   # other attributes of the callbacks are not guarded
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _BY_KEY = (builtins.sorted, builtins.min, builtins.max)
 _OF_EACH = (builtins.filter, builtins.map)
 
 
-def ordered(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to call instead of such a function, its reads noted; None if it is another one, or has no function of the user's."""
+def with_key_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The callable to use instead of one of these functions, with its reads recorded; None for other calls."""
     if len(args) < 2 or not (any(fn is f for f in _BY_KEY) or any(fn is f for f in _OF_EACH)):
         return None
     is_of_each = any(fn is f for f in _OF_EACH)
     given: Any = args[0] if is_of_each else next(filter(_is_users, args[1:]), None)
     if not _is_users(given) or any(type(arg) is Varying for arg in args):
         return None
-    recording.function(given)
+    recording.read_function(given)
     for items in args[1:] if is_of_each else args[:1]:
         recording.iterate(items)
 
     def seen(*item: Any) -> Any:
         found = given(*item)
         if fn is not builtins.map and not isinstance(found, (*PLAIN, Varying)):
-            recording.hand(found)
+            recording.read_deep(found)
         return found
 
     if is_of_each:
@@ -48,4 +48,4 @@ def _is_users(value: Any) -> bool:
     return type(value) is types.FunctionType and is_recorded(value.__module__)
 
 
-__all__ = ["ordered"]
+__all__ = ["with_key_function"]

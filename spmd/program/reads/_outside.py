@@ -1,4 +1,4 @@
-"""What a trace asks of the world outside Python's objects: files, and torch's own settings. It is asked again before each call."""
+"""Reads of state outside Python objects: files, and settings of torch and the process. Each is a question, asked again before each call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN, ContentPlace
 
-Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # what tells it from others, its title, what answers
+Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # a key that identifies it, its title in messages, a function that answers it
 
 _ASKS_OF_FILES = (
     "exists",
@@ -61,13 +61,14 @@ _ASKS = {
 _READS_OF_PATHS = frozenset(("open", "read_text", "read_bytes", "stat", "lstat", "iterdir", "glob", "rglob", "walk"))
 _WRITES = frozenset("wxa+")
 _ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|(flash|math|mem_efficient|cudnn)_sdp_enabled|\w+_math_sdp_allowed")
-_SMALL = 1 << 16
+_SMALL = 1 << 16  # bytes
+# modules whose functions answer differently in a trace
 _OTHERWISE_IN_A_TRACE = ("torch.compiler", "torch._dynamo", "torch.jit", "torch.fx", "torch.onnx", "torch.export", "torch.random")
-_IN_THE_SIGNATURE = frozenset(("is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"))
+_IN_THE_SIGNATURE = frozenset(("is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"))  # part of a call's signature
 
 
 def question_of(fn: Any, args: tuple[Any, ...]) -> Question | None:
-    """What a call of a library's function asks; None if it asks nothing of the kind."""
+    """The question that a call of a library function asks; None if it asks none."""
     name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
     if (
         not isinstance(fn, type)
@@ -86,8 +87,11 @@ def question_of(fn: Any, args: tuple[Any, ...]) -> Question | None:
 
 
 def setting_of(holder: Any, name: str, title: str) -> Question | None:
-    """A setting that a module computes (`torch.backends.cudnn.benchmark`), or the `__getattr__` of a library's class (of
-    `torch.backends.cuda.matmul`, `torch._dynamo.config`); None if the attribute is none."""
+    """The question for an attribute that is a setting; None for other attributes.
+
+    A setting is computed by a property of a module (`torch.backends.cudnn.benchmark`), or by `__getattr__` of a library class
+    (`torch.backends.cuda.matmul`, `torch._dynamo.config`).
+    """
     found = static_attribute(type(holder), name)
     if name.startswith("__") or isinstance(holder, torch.Tensor):
         return None
@@ -103,7 +107,7 @@ def setting_of(holder: Any, name: str, title: str) -> Question | None:
 
 
 def answer_place(holder: Any, question: Question) -> ContentPlace | None:
-    """The place of an answer, if it is a plain value."""
+    """The place that holds the answer to a question, if that is a plain value, a tuple or ABSENT."""
     _, title, answer = question
     place = ContentPlace(holder, title, answer)
     return place if isinstance(place.content, (*PLAIN, tuple)) or place.content is ABSENT else None
@@ -119,7 +123,7 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
         return (name, *map(str, args)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, args)
     if (is_method and name in _READS_OF_PATHS) or id(fn) in _READS_FILES:
         if name == "open" and any(isinstance(mode, str) and set(mode) & _WRITES for mode in args[1:2]):
-            return None  # what is written is written while the function is traced
+            return None  # a file is written only while the function is traced
         return ("file", os.fspath(path)), f"the file {os.fspath(path)!r}", partial(_state_of_file, path)
     return None
 
@@ -135,7 +139,7 @@ def _answer(fn: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _state_of_file(path: Any) -> Any:
-    """What tells its content from another. The clock of files is coarse, so of a small one it is the content itself."""
+    """The state of a file, to compare: inode, size, time and, up to 64 KiB, its bytes, because the clock of file systems is coarse."""
     try:
         found = os.stat(path)
         small = pathlib.Path(os.fsdecode(path)).read_bytes() if stat.S_ISREG(found.st_mode) and found.st_size <= _SMALL else b""

@@ -1,7 +1,6 @@
-"""Places that hold Python values, and what a trace saw in them.
+"""`Place`: what a trace read of one holder (a dict, a list, a cell, a slot, a function, an array), and the comparison with its content now.
 
-A `Place` names one holder (a dict, a list, a cell, a slot, a function, an array), remembers what was read of it, and says what
-differs now without running the user's code.
+The comparison runs no user code: it uses the methods of `dict` and `list` themselves, not overrides in a subclass.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, is_tupl
 from spmd.program.reads._varying import Varying
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
-CDATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: of all numbers
+CDATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: the base class of all numbers
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_MOST_SHOWN = 8  # items of a container in a message
+_MOST_SHOWN = 8  # largest container that a message shows with its items
 
 
-# (holder, key, value now) -> what the program expects of an entry: the value, INPUT, or a tuple with INPUT in it
+# (holder, key, value now) -> the value that a guard expects of the entry; INPUT, alone or in a tuple, accepts any number
 Expected = Callable[[Any, Any, Any], Any]
 
 
 class Like:
-    """Stands for a tensor that the function replaces in every call: any other of the same kind will do."""
+    """Expected value for a tensor that every call replaces: any tensor of the same class, shape, dtype and sharding."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         buffer = buffer_of(tensor)
@@ -46,12 +45,12 @@ class Like:
 
     @property
     def text(self) -> str:
-        """It in a message."""
+        """The expected value in a message."""
         _, shape, dtype, _ = self._expected
         return f"a tensor like the first ({str(dtype).removeprefix('torch.')}{list(shape)}, {self._annotation or 'no layout'})"
 
     def fits(self, value: Any) -> bool:
-        """Whether `value` is such a tensor, with memory of its own."""
+        """Whether `value` is such a tensor, and covers its whole storage."""
         if not is_device_tensor(value) or (type(value), value.shape, value.dtype, value.requires_grad) != self._expected:
             return False
         buffer = buffer_of(value)
@@ -59,13 +58,13 @@ class Like:
 
 
 class LikeContainer(Like):
-    """Stands for a tuple, list or dict that holds such tensors: any other of the same build will do, with other numbers where they vary."""
+    """Expected value for a tuple, list or dict with such tensors: any container of the same structure. Varying numbers may differ."""
 
     def __init__(self, container: Any) -> None:
         self._type = type(container)
         self._keys = list(container) if isinstance(container, dict) else None
         self.parts = [like(part) for part in items_in(container)]
-        self._who = _who(container)
+        self._identities = _identities(container)
 
     @property
     def text(self) -> str:
@@ -74,18 +73,18 @@ class LikeContainer(Like):
     def fits(self, value: Any) -> bool:
         if type(value) is not self._type or len(value) != len(self.parts) or (self._keys is not None and list(value) != self._keys):
             return False
-        return all(map(is_same, items_in(value), self.parts)) and _who(value) == self._who
+        return all(map(is_same, items_in(value), self.parts)) and _identities(value) == self._identities
 
 
 def items_in(value: Any) -> list[Any]:
-    """What a tuple, list or dict holds; nothing of other values."""
+    """The items of a tuple or list, the values of a dict; nothing for other values."""
     if isinstance(value, tuple) or type(value) is list:
         return list(value)
     return list(value.values()) if type(value) is dict else []
 
 
 def all_in(value: Any) -> list[Any]:
-    """A value, and all that it holds as far as tuples, lists and dicts go; alone if one of these holds itself."""
+    """A value and everything inside it, through tuples, lists and dicts; the value alone if one of these contains itself."""
     found: list[Any] = []
 
     def walk(inner: Any, around: tuple[Any, ...]) -> bool:
@@ -98,7 +97,7 @@ def all_in(value: Any) -> list[Any]:
 
 
 def like(value: Any) -> Any:
-    """What stands for a tensor, or a container of tensors, that is replaced, and for a number that varies; other values for themselves."""
+    """The expected value for one that every call replaces: `Like`, `LikeContainer`, INPUT for a varying number, or the value itself."""
     if type(value) is Varying:
         return INPUT
     if is_device_tensor(value):
@@ -106,14 +105,17 @@ def like(value: Any) -> Any:
     return LikeContainer(value) if any(is_device_tensor(part) or type(part) is Varying for part in all_in(value)) else value
 
 
-def _who(container: Any) -> list[int]:
-    """Of each tensor in a container, which one it is."""
+def _identities(container: Any) -> list[int]:
+    """Which tensors in a container are the same object: for each tensor, its number among the distinct ones."""
     first: dict[int, int] = {}
     return [first.setdefault(id(inner), len(first)) for inner in all_in(container) if isinstance(inner, torch.Tensor)]
 
 
 def is_same(new: Any, old: Any) -> bool:
-    """Whether two values mean the same to a program: one object, or equal plain values (-0.0 is not 0.0, NaN is NaN)."""
+    """Whether a program may take `new` for the expected value `old`: the same object, or an equal plain value.
+
+    Floats are compared by their bits: -0.0 differs from 0.0, and NaN equals NaN.
+    """
     if new is old:
         return True
     if old is INPUT:
@@ -132,7 +134,7 @@ def is_same(new: Any, old: Any) -> bool:
 
 
 def items_of(holder: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """The entries of a dict in its order, past what its class makes of them."""
+    """The entries of a dict in its order, without the overrides of its class."""
     base: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
     return list(base.items(holder))
 
@@ -149,7 +151,7 @@ def _has_changed(new: Any, old: Any) -> bool:
 
 
 def _numbers(holder: Any, key: Any, look: Callable[[], Any], old: Any, place: Callable[[Any], None]) -> list[NumberPlace]:
-    """The numbers that differ in what an entry holds, from what it held."""
+    """The places of numbers in an entry, alone or in tuples, that differ from `old`."""
     new = look()
     before = tuple.__new__(type(new), old.parts) if isinstance(old, LikeContainer) and is_tuple(new) else old
     found = [] if new is old else list(paths_of(new, before, _has_changed))
@@ -157,7 +159,7 @@ def _numbers(holder: Any, key: Any, look: Callable[[], Any], old: Any, place: Ca
 
 
 def named(key: Any) -> Any:
-    """A key in a message: plain ones as they are, others by their class, whose `repr` may be long."""
+    """A key in a message: a plain key as it is, another by its class, because its `repr` may be long."""
     return key if isinstance(key, PLAIN) else type(key)
 
 
@@ -180,11 +182,11 @@ def shown(value: Any) -> str:
 
 
 class Place:
-    """Base of what a trace read of one holder.
+    """Base class: what a trace read of one holder.
 
     Attributes:
-        holder: what holds the values.
-        title: the holder in messages.
+        holder: the object that holds the values.
+        title: the name of the holder in messages; a format string for a name of an entry where there are several.
     """
 
     __slots__ = ("holder", "title")
@@ -194,7 +196,7 @@ class Place:
         self.title = title
 
     def difference(self) -> str | None:
-        """What differs from the trace, in words; None if nothing does."""
+        """A message that says what differs from the expected content; None if nothing does."""
         raise NotImplementedError
 
     def values(self) -> list[Any]:
@@ -202,31 +204,34 @@ class Place:
         return []
 
     def changed_numbers(self) -> list[NumberPlace]:
-        """The ints and floats that were read and are others now."""
+        """The ints and floats that were read and have changed."""
         return []
 
     def settle(self, expected: Expected) -> None:
-        """Expect what the holder holds now; entries that are inputs of the program are not looked at."""
+        """Expect `expected(holder, key, value now)` of every entry that was read."""
 
     def expect(self, key: Any, value: Any) -> None:
-        """Where `key` was read, expect `value`."""
+        """Expect `value` for `key`, if that was read."""
 
     def has_read(self, key: Any) -> bool:
-        """Whether the value of `key` was read (ABSENT: all of it)."""
+        """Whether the value of `key` was read (ABSENT: the whole content)."""
         return False
 
 
 class DictPlace(Place):
-    """A dict: the values of some keys, whether some keys are there, or all of it.
+    """What was read of a dict: the values of some keys, the presence of some keys, or the whole content.
 
     Attributes:
-        replaced: keys to which the trace gave values before it read the whole: what they held was not read.
+        entries: values that were read, by key; ABSENT for a missing key.
+        present: whether a key was in the dict, by key, where only that was read.
+        whole: all keys and all values, if the whole content was read.
+        replaced: keys that the trace assigned before it read the whole content, so their old values were not read.
     """
 
     __slots__ = ("entries", "present", "put", "replaced", "whole")
 
     def __init__(self, holder: dict[Any, Any], title: str, put: Callable[[Any, Any], None] | None = None) -> None:
-        """`put`: sets an entry, if the dict itself must not be written to (a class's)."""
+        """`put` sets an entry, if the dict itself must not be written to (that of a class)."""
         super().__init__(holder, title)
         self.put = put
         self.entries: dict[Any, Any] = {}
@@ -291,7 +296,12 @@ class DictPlace(Place):
 
 
 class ListPlace(Place):
-    """A list or deque: some items, its length, or all of it."""
+    """What was read of a list or deque: some items, or the whole content.
+
+    Attributes:
+        items: items that were read, by index.
+        whole: all items, if the whole content or the length was read.
+    """
 
     __slots__ = ("items", "whole")
 
@@ -342,11 +352,12 @@ class ListPlace(Place):
 
 
 class ContentPlace(Place):
-    """All that an object holds which is neither a dict nor a list: a set, the bytes of an array, a context variable.
+    """The whole content of an object that is neither a dict nor a list: a set, the bytes of an array, a context variable.
 
     Attributes:
-        read: gives the content now, as something that `is_same` compares.
-        content: what the trace saw.
+        read: gives the content now, in a form that `is_same` compares.
+        content: the expected content: what the trace saw.
+        put: sets the content, where that is one value.
     """
 
     __slots__ = ("content", "put", "read")
@@ -373,7 +384,7 @@ class ContentPlace(Place):
         self.content = value
 
     def put_back(self) -> None:
-        """The array or CPU tensor that was read holds again what the trace saw."""
+        """Restore what the trace saw in an array or CPU tensor."""
         if isinstance(self.holder, torch.Tensor):
             put_host_bytes(self.holder, self.content)
         elif not self.holder.dtype.hasobject:
@@ -391,7 +402,7 @@ class ContentPlace(Place):
 
 
 class _ValuePlace(ContentPlace):
-    """A place that holds one value."""
+    """A place whose content is one value."""
 
     __slots__ = ()
 
@@ -400,7 +411,7 @@ class _ValuePlace(ContentPlace):
 
 
 class CellPlace(_ValuePlace):
-    """The cell of a closure's variable."""
+    """The cell of a closure variable."""
 
     __slots__ = ()
 
@@ -409,7 +420,7 @@ class CellPlace(_ValuePlace):
 
 
 class SlotPlace(_ValuePlace):
-    """An attribute that lies in a slot (`__slots__`) of an object."""
+    """An attribute in a slot (`__slots__`) of an object."""
 
     __slots__ = ("descriptor",)
 
@@ -419,7 +430,7 @@ class SlotPlace(_ValuePlace):
 
 
 class FunctionPlace(ContentPlace):
-    """What a call of a function depends on besides what it reads: its code and its defaults."""
+    """The code and the defaults of a function."""
 
     __slots__ = ()
 
@@ -428,7 +439,7 @@ class FunctionPlace(ContentPlace):
 
 
 class AttributePlace(_ValuePlace):
-    """An attribute that C code keeps: a function's name, an array's shape."""
+    """An attribute that is stored in C: a function's name, an array's shape."""
 
     __slots__ = ("get",)
 
@@ -438,7 +449,7 @@ class AttributePlace(_ValuePlace):
 
 
 def content_place(value: Any, title: str) -> ContentPlace | None:
-    """The place of all that `value` holds, if it can change and is neither a dict nor a list."""
+    """The place for the whole content of `value`, if it is mutable and neither a dict nor a list."""
     if isinstance(value, types.FunctionType):
         return FunctionPlace(value, title)
     read = _reader_of(value)
@@ -463,12 +474,12 @@ def _reader_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, weakref.ReferenceType):
         return lambda: value() is None
     if isinstance(value, threading.local):
-        return threading.get_ident  # its attributes are those of one thread
+        return threading.get_ident  # each thread has its own attributes
     return None
 
 
 def content_of(cell: Any) -> Any:
-    """What a cell holds, or ABSENT."""
+    """The content of a cell; ABSENT if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -476,7 +487,7 @@ def content_of(cell: Any) -> Any:
 
 
 def slot_value(instance: Any, descriptor: types.MemberDescriptorType) -> Any:
-    """What a slot holds, or ABSENT."""
+    """The value of a slot; ABSENT if it is unset."""
     try:
         return descriptor.__get__(instance, type(instance))
     except AttributeError:

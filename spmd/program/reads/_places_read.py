@@ -1,4 +1,4 @@
-"""The places that a trace read, each once, with a name for messages; what lies in them is noted as it is met."""
+"""`PlacesRead`: the places that a trace read, each recorded once, and the names of objects in messages."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ from spmd.program.reads._places import (
 
 PROXIES = frozenset(weakref.ProxyTypes)
 VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
-_STAND_INS = ("HostArgument", "HostItem")  # for tensors that every call brings
-_HEAP = 1 << 9  # a class made by Python code
+_CALL_TENSORS = ("HostArgument", "HostItem")  # classes of CPU tensors whose values each call provides
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class created by Python code
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 class PlacesRead:
-    """What was read.
+    """The places that one trace read.
 
     Attributes:
-        places: by id of their holder.
-        journal: what was written; a place that the trace wrote to before it read it guards nothing.
-        met: ids of the dicts that something else guards of which the code itself read or wrote something.
+        places: the places, by id of their holder, or by a hash where a holder has several.
+        journal: the writes. A place that the trace wrote before it read it is not guarded.
+        met: ids of those ignored dicts that the code has read or written.
     """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
         """
         Args:
-            names: by id of an object, its name in messages.
-            owners: by id of a dict, the object whose attributes it holds.
-            ignored: ids of dicts, and (id of a dict, key) of entries, that something else guards and puts back.
+            names: names of objects in messages, by id of the object.
+            owners: objects whose attributes a dict holds, by id of the dict.
+            ignored: ids of dicts, and (id of a dict, key) of entries, that something else guards and restores.
         """
         self.journal = Journal(lambda holder, key: (id(holder), key) in ignored)
         self.places: dict[int, Place] = {}
@@ -63,20 +64,20 @@ class PlacesRead:
         self._classes: dict[type, list[dict[str, Any]]] = {}
         self._missing: list[tuple[DictPlace, Any]] = []
         self._found_in_class: dict[tuple[type, int, str], tuple[Any]] = {}  # until the trace writes to a class
-        self._are_watched: dict[type, bool] = {}
+        self._class_may_change: dict[type, bool] = {}
 
     def _entry(self, holder: dict[Any, Any], key: Any, of: Any, mark: str) -> None:
-        """An entry of a dict is read. Messages name it after `of` (an object or its name) and `mark`: ".", " ", "[" or nothing."""
+        """Record the read of an entry. Messages name it by `of` (an object or its name), `mark` (".", " ", "[" or nothing) and the key."""
         if self._is_ignored(holder) or self.journal.is_written(holder, key):
             return
         place: Any = self.places.get(id(holder)) or self._dict(holder, self._named(of, mark, "{}", "{!r}"))
         if key not in place.entries:
             value = place.entries[key] = dict.get(holder, key, ABSENT)
             if not isinstance(value, PLAIN):
-                self._met(value, self._named(of, mark, key, shown_key(key) if mark == "[" else ""))
+                self._note_value(value, self._named(of, mark, key, shown_key(key) if mark == "[" else ""))
 
     def _is_ignored(self, holder: Any) -> bool:
-        """Whether something else guards a container of which something is read or written now."""
+        """Whether something else guards this container. Notes in `met` that the code reads or writes it."""
         if id(holder) not in self._ignored:
             return False
         self.met.add(id(holder))
@@ -88,8 +89,8 @@ class PlacesRead:
         title = of if type(of) is str else self._title(of)
         return f"{title}[{item}]" if mark == "[" else f"{title}{mark}{key}"
 
-    def miss(self, owner: Any, holder: dict[Any, Any], key: Any, title: str) -> None:
-        """A key was missing in a dict that `owner` keeps: it is in every call, even if the trace leaves it there."""
+    def read_missing(self, owner: Any, holder: dict[Any, Any], key: Any, title: str) -> None:
+        """Record that a key was missing in a dict of `owner`. Every call expects it missing, even if the trace adds it."""
         self._owners[id(holder)] = owner
         place = self._dict(holder, title)
         if key not in place.entries:
@@ -97,58 +98,58 @@ class PlacesRead:
             self._missing.append((place, key))
 
     def expect_missing(self) -> None:
-        """Of what is expected when it is settled: what was missing."""
+        """After the places are settled: expect the keys of `read_missing` to be missing."""
         for place, key in self._missing:
             place.expect(key, ABSENT)
 
     def ask(self, holder: Any, question: Question | None) -> None:
-        """Something outside Python's objects was asked of `holder`: its answer is expected in every call."""
+        """Record the answer to a question about state outside Python objects (see `_outside`). Every call expects the same answer."""
         if question is not None and hash(question[0]) not in self.places:
             place = answer_place(holder, question)
             if place is not None:
                 self.places[hash(question[0])] = place
 
     def place_of(self, holder: Any, key: Any) -> Place | None:
-        """What was read of the entry `key` of a holder, or of all of it."""
+        """The place for the slot `key` of a holder, or for the holder itself; None if neither was read."""
         slot = self.places.get(hash((id(holder), key))) if type(key) is str else None
         return slot or self.places.get(id(holder))
 
     def has_met(self, holder: Any) -> bool:
-        """Whether something of a container was read or written."""
+        """Whether any part of a container was read or written."""
         return id(holder) in self.places or self.journal.has_met(holder)
 
     def name_of(self, value: Any) -> str:
-        """The name under which a value was found."""
+        """The name of a value in messages."""
         return self._title(value)
 
-    def class_of(self, value: Any) -> None:
-        """It matters of which class an object is."""
+    def read_class_of(self, value: Any) -> None:
+        """Record the class of an object, where `__class__ = ...` may change it, and the class's special methods."""
         cls = type(value)
-        is_watched = self._are_watched.get(cls)
-        if is_watched is None:
-            is_watched = self.meet(cls)
-        if is_watched and (key := hash(("class", id(value)))) not in self.places:
+        may_change = self._class_may_change.get(cls)
+        if may_change is None:
+            may_change = self.read_special_methods(cls)
+        if may_change and (key := hash(("class", id(value)))) not in self.places:
             self.places[key] = ClassPlace(value, self._title(value))
 
-    def meet(self, cls: Any) -> bool:
-        """Code does something with a class or an object of it: so it matters what Python looks up there by itself.
+    def read_special_methods(self, cls: Any) -> bool:
+        """Record the special methods and base classes of a class, which Python looks up without an instruction (see `_classes`).
 
         Returns:
-            Whether objects of the class may become ones of another.
+            Whether `__class__ = ...` may change the class of its instances.
         """
-        if cls in self._are_watched:
-            return self._are_watched[cls]
+        if cls in self._class_may_change:
+            return self._class_may_change[cls]
         may_change = _may_change(cls)
-        self._are_watched[cls] = may_change and not issubclass(cls, (torch.Tensor, type))
+        self._class_may_change[cls] = may_change and not issubclass(cls, (torch.Tensor, type))
         if may_change:
             dicts = [self._class_dicts(base)[0] for base in ORDER(cls) if _may_change(base)]
             self.places[hash(("special", id(cls)))] = SpecialPlace(cls, dicts)
         if type(cls) is not type:
-            self.meet(type(cls))
-        return self._are_watched[cls]
+            self.read_special_methods(type(cls))
+        return self._class_may_change[cls]
 
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-        """The names of attributes that were read or written of these tensors; what they hold is expected of no call."""
+        """Names of the attributes of these tensors that were read or written. Drops the places of these reads, so they are not guarded."""
         found: set[str] = set()
         for attributes in map(self.attributes, tensors):
             place: Any = self.places.pop(id(attributes), None)
@@ -177,7 +178,7 @@ class PlacesRead:
             place.replaced = [key for key in self.journal.entries_of(holder) if key in content and key not in place.entries]
             for key, value in content.items():
                 if key not in place.replaced:
-                    self._met(value, f"{self._title(holder)}[{shown_key(key)}]")
+                    self._note_value(value, f"{self._title(holder)}[{shown_key(key)}]")
 
     def _list(self, holder: Any) -> ListPlace:
         place: Any = self.places.get(id(holder))
@@ -192,7 +193,7 @@ class PlacesRead:
             place.whole = list(self._content_before(holder, lambda: list(base.__iter__(holder))))
             place.items.clear()
             for index, value in enumerate(place.whole):
-                self._met(value, f"{self._title(holder)}[{index}]")
+                self._note_value(value, f"{self._title(holder)}[{index}]")
 
     def _item(self, holder: Any, index: int) -> None:
         if self.journal.is_written(holder):
@@ -201,11 +202,11 @@ class PlacesRead:
         place = self._list(holder)
         if place.whole is not None:
             return
-        if any((index < 0) != (other < 0) for other in place.items):  # whether they are one item, its length says
+        if any((index < 0) != (other < 0) for other in place.items):  # items[-1] may be items[0]: that depends on the length
             self._whole_list(holder)
         elif index not in place.items and -len(holder) <= index < len(holder):
             value = place.items[index] = holder[index]
-            self._met(value, f"{self._title(holder)}[{index}]")
+            self._note_value(value, f"{self._title(holder)}[{index}]")
         elif not -len(holder) <= index < len(holder):
             self._whole_list(holder)
 
@@ -216,7 +217,7 @@ class PlacesRead:
         return before
 
     def _content(self, value: Any) -> bool:
-        """Note all that an object holds which is neither a dict nor a list; False if there is nothing to read."""
+        """Record the whole content of an object that is neither a dict nor a list. False if it has none that can change."""
         if id(value) in self.places and not isinstance(value, torch.Tensor):
             return True
         place = content_place(value, self._title(value))
@@ -226,32 +227,32 @@ class PlacesRead:
             if before is not ABSENT:
                 place.content = before
             for part in place.values():
-                self._met(part, f"an item of {self._title(value)}")
+                self._note_value(part, f"an item of {self._title(value)}")
         return place is not None
 
     def _host_tensor(self, value: torch.Tensor) -> None:
-        if value.device.type == "cpu" and type(value).__name__ not in _STAND_INS and id(value) not in self.places:
+        if value.device.type == "cpu" and type(value).__name__ not in _CALL_TENSORS and id(value) not in self.places:
             self.places[id(value)] = ContentPlace(value, self._title(value), lambda: host_bytes(value))
 
-    def function(self, fn: Any) -> None:
-        """A function of the user's is loaded or called: its code and defaults."""
+    def read_function(self, fn: Any) -> None:
+        """Record the code and the defaults of a function, unless it is a library's."""
         if isinstance(fn, types.MethodType):
             fn = fn.__func__
         if isinstance(fn, types.FunctionType) and is_recorded(fn.__module__):
             self._title_of(fn, fn.__qualname__)
             self._content(fn)
 
-    def attribute_of_class(self, cls: Any, name: str) -> None:
-        """An attribute of a class: its own or its bases', or of what it is made by."""
-        self.meet(cls)
+    def read_class_attribute(self, cls: Any, name: str) -> None:
+        """Record the read of an attribute of a class: its own, of its bases, or of its metaclass."""
+        self.read_special_methods(cls)
         self._class_attribute(cls.__mro__, name)
         if type(cls) is not type:
             self._class_attribute(type(cls).__mro__, name)
         if isinstance(type.__dict__.get(name), types.GetSetDescriptorType):
-            self.attribute_in_c(cls, name)
+            self.read_c_attribute(cls, name)
 
-    def attribute_in_c(self, instance: Any, name: str, is_property: bool = False) -> None:
-        """An attribute that C code keeps, or a property that a library computes."""
+    def read_c_attribute(self, instance: Any, name: str, is_property: bool = False) -> None:
+        """Record the read of an attribute that is stored in C, or of a property that a library computes."""
         key = hash(("in C", id(instance), name))
         if key not in self.places and not self.journal.is_written(instance, name):
             title = f"{self._title(instance)}.{name}"
@@ -259,40 +260,41 @@ class PlacesRead:
                 place = ContentPlace(instance, title, partial(_computed, instance, name))
             else:
                 place = AttributePlace(instance, name, title)
-            if isinstance(place.content, (*PLAIN, tuple)) or place.read() is place.content:  # others are made whenever they are asked for
+            if isinstance(place.content, (*PLAIN, tuple)) or place.read() is place.content:  # otherwise each read creates a new object
                 self.places[key] = place
-                self._met(place.content, place.title)
+                self._note_value(place.content, place.title)
 
     def _class_attribute(self, mro: tuple[type, ...], name: str) -> Any:
-        """What a class or its bases hold under `name`; each that was asked is guarded."""
-        asked = mro[0], len(mro), name
-        found = self._found_in_class.get(asked)
+        """The attribute `name` of the first class in `mro` that has it, or ABSENT. Records the read in each class that was searched."""
+        key = mro[0], len(mro), name
+        found = self._found_in_class.get(key)
         if found is None:
-            found = self._found_in_class[asked] = (self._find_in_class(mro, name),)
+            found = self._found_in_class[key] = (self._find_in_class(mro, name),)
         return found[0]
 
     def _find_in_class(self, mro: tuple[type, ...], name: str) -> Any:
         for cls in mro:
             own = self._class_dicts(cls)[0]
-            if cls.__module__ != "builtins" and not (cls.__flags__ & 0x100):  # an immutable type
+            if cls.__module__ != "builtins" and not (cls.__flags__ & _IMMUTABLE_TYPE):
                 self._entry(own, name, cls.__qualname__, ".")
             if name in own:
                 return own[name]
         return ABSENT
 
     def _class_dicts(self, cls: type) -> list[dict[str, Any]]:
+        """A list with the dict behind the read-only `cls.__dict__`."""
         found = self._classes.get(cls)
         if found is None:
             found = self._classes[cls] = gc.get_referents(cls.__dict__)[:1]
             self._owners[id(found[0])] = cls
         return found
 
-    def _met(self, value: Any, name: str) -> None:
-        """A value was found in an object that existed before the trace."""
+    def _note_value(self, value: Any, name: str) -> None:
+        """Name a value that was read in a place; if it is a function, record that too."""
         if isinstance(value, PLAIN):
             return
         self._title_of(value, name)
-        self.function(value)
+        self.read_function(value)
 
     def _title_of(self, value: Any, name: str) -> None:
         self._names.setdefault(id(value), name)
@@ -302,31 +304,31 @@ class PlacesRead:
             return value.__name__
         return self._names.get(id(value)) or type(value).__name__
 
-    def _behind(self, proxy: types.MappingProxyType[Any, Any]) -> dict[Any, Any]:
-        """The dict that a read-only one shows."""
-        return self.parts(proxy, gc.get_referents(proxy)[0])
+    def _proxied_dict(self, proxy: types.MappingProxyType[Any, Any]) -> dict[Any, Any]:
+        """The dict behind a `MappingProxyType`."""
+        return self.owned(proxy, gc.get_referents(proxy)[0])
 
-    def parts(self, owner: Any, inner: dict[Any, Any]) -> dict[Any, Any]:
-        """A dict that belongs to `owner`, and was there if that was."""
+    def owned(self, owner: Any, inner: dict[Any, Any]) -> dict[Any, Any]:
+        """`inner`, a dict that belongs to `owner`: it existed before the trace if its owner did."""
         self._owners.setdefault(id(inner), owner)
         return inner
 
-    def shown_by(self, view: Any) -> Any:
-        """The dict of which a view shows the keys, values or items: it was there if the view was."""
+    def viewed_dict(self, view: Any) -> Any:
+        """The dict behind a view of its keys, values or items: it existed before the trace if the view did."""
         held = gc.get_referents(view)[0]
         self.places.setdefault(id(view), ContentPlace(view, "a view", lambda: held))
         return held
 
     def attributes(self, instance: Any) -> dict[str, Any] | None:
-        """The dict of an object's attributes, known to be its."""
+        """The dict of an object's attributes, or None; notes the object as its owner."""
         found = attributes_of(instance)
         if found is not None:
             self._owners[id(found)] = instance
         return found
 
 
-def behind(proxy: Any) -> Any:
-    """What a weak proxy stands for; None if that is gone."""
+def referent(proxy: Any) -> Any:
+    """The referent of a weak proxy; None if it is dead."""
     try:
         return proxy.__repr__.__self__
     except ReferenceError:
@@ -336,21 +338,21 @@ def behind(proxy: Any) -> Any:
 def _computed(instance: Any, name: str) -> Any:
     try:
         return getattr(instance, name)
-    except Exception:  # a library's, which the function meets itself
+    except Exception:  # raised by a property of a library; the traced function gets it from its own read
         return ABSENT
 
 
-def itself(value: Any) -> Any:
-    """A value, or what it stands for."""
-    return behind(value) if type(value) in PROXIES else value
+def resolved(value: Any) -> Any:
+    """The referent of a weak proxy; any other value itself."""
+    return referent(value) if type(value) in PROXIES else value
 
 
 def _may_change(cls: type) -> bool:
-    return bool(cls.__flags__ & _HEAP) and is_recorded(cls.__module__)
+    return bool(cls.__flags__ & _HEAP_TYPE) and is_recorded(cls.__module__)
 
 
 def is_simple(key: Any) -> bool:
-    """Whether a dict can be asked for the key again without the user's code."""
+    """Whether a dict can look up the key without running user code (`__hash__`, `__eq__`)."""
     if type(key) is tuple:
         return all(map(is_simple, key))
     return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__
@@ -362,6 +364,6 @@ def written_tensor(place: Place) -> TraceError:
         message(
             f"the compiled function updates {place.title} in place, which is on the CPU (shape {tuple(place.holder.shape)})",
             "it would be updated by the trace alone, not by every call",
-            fix="move it to the device: .to('jax'), or keep a number of Python's",
+            fix="move it to the device: .to('jax'), or use a Python number",
         )
     )

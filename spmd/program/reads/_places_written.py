@@ -1,4 +1,4 @@
-"""What the instrumented code writes, noted before it happens: variables, attributes, items, contents."""
+"""`PlacesWritten`: notes each write of instrumented code in the journal before it happens: variables, attributes, items, contents."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ import torch
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls
 from spmd.program.reads._hooks import QUIET
-from spmd.program.reads._library import is_librarys_property, is_recorded
+from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._places import CDATA, shown_key
-from spmd.program.reads._places_read import PlacesRead, is_simple, itself
+from spmd.program.reads._places_read import PlacesRead, is_simple, resolved
 from spmd.program.reads._process_settings import SETTINGS, Setting
 from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, written_at
 
 WITH_PARTS = (types.FunctionType, functools.partial)  # `__defaults__`, `__code__`
 KEPT_IN_C = (types.FunctionType, collections.defaultdict, np.ndarray, decimal.Context)  # names, defaults, shapes, digits
-MEMOS = frozenset({"__dynamo_disable"})  # what torch notes on a function when it is first called
+MEMOS = frozenset({"__dynamo_disable"})  # attributes that torch caches on a function when it is first called
 
 
 class PlacesWritten(PlacesRead):
-    """What was read, and what was written.
+    """The places that one trace read and wrote.
 
     Attributes:
-        fixes_indices: what is read of a tensor at an index that varies is a view, and the index is guarded by its value.
+        fixes_indices: whether a read of a tensor at a varying index gives a view, with the index guarded by its value.
     """
 
     fixes_indices = False
 
-    def look_into(self, value: Any) -> None:
-        """All of a container, and nothing of what lies in it."""
+    def read_content(self, value: Any) -> None:
+        """Record the whole content of a container, but not the content of its items."""
         raise NotImplementedError
 
-    def look_into_key(self, key: Any) -> None:
-        """An array or a list says which items are meant, an object what it is equal to."""
+    def read_key(self, key: Any) -> None:
+        """Record what a lookup reads of its key: the content of an array or a list, the `__hash__` and `__eq__` of an object."""
         if type(key) not in QUIET:
-            self.look_into(key)
+            self.read_content(key)
         elif type(key) is tuple:
             for part in key:
-                self.look_into(part)
+                self.read_content(part)
 
     def store_global(self, variables: dict[str, Any], name: str) -> None:
         self.journal.entry(variables, name, name)
@@ -57,35 +57,35 @@ class PlacesWritten(PlacesRead):
         self.journal.cell(cell, name)
 
     def store_attr(self, instance: Any, name: str) -> None:
-        instance = itself(instance)
+        instance = resolved(instance)
         cls = type(instance)
         if name in MEMOS:
             return
         if isinstance(instance, CDATA):
             self.mutate(instance)
             return
-        self.meet(cls)
+        self.read_special_methods(cls)
         if isinstance(instance, type):
             self._store_in_class(instance, name)
         elif cls is not types.ModuleType and (question := setting_of(instance, name, self._title(instance))) is not None:
             self.ask(instance, question)
             self.journal.setting(instance, name, question[1], question[2], partial(setattr, instance, name))
         elif isinstance(instance, types.ModuleType):
-            self.journal.entry(self.parts(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
+            self.journal.entry(self.owned(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
             found = next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), None)
             is_in_c = isinstance(found, types.GetSetDescriptorType) and (
                 isinstance(instance, (*WITH_PARTS, *KEPT_IN_C)) or name == "__class__"
             )
-            is_librarys = is_librarys_property(found) and not isinstance(instance, torch.Tensor)
-            if isinstance(found, types.MemberDescriptorType) or is_in_c or is_librarys:
+            is_library_defined = is_library_property(found) and not isinstance(instance, torch.Tensor)
+            if isinstance(found, types.MemberDescriptorType) or is_in_c or is_library_defined:
                 self.journal.slot(instance, name, found, f"{self._title(instance)}.{name}")
             elif not hasattr(type(found), "__set__"):
                 self._store_attribute(instance, name)
-        # any other `__setattr__` is Python, and tells when it writes
+        # any other `__setattr__` is instrumented Python code
 
     def set_setting(self, setting: Setting) -> None:
-        """A setting of the whole process is about to be set."""
+        """Before a setting of the process is set."""
         self.ask(SETTINGS, setting.question)
         self.journal.setting(SETTINGS, setting.title, setting.title, setting.read, setting.put)
 
@@ -110,21 +110,21 @@ class PlacesWritten(PlacesRead):
         self._found_in_class.clear()
 
     def store_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
-        """An item is about to be written; returns the key and the container to use."""
-        holder = itself(holder)
-        self.look_into_key(key)
+        """Before `holder[key] = value`. Returns the key and the container to use instead."""
+        holder = resolved(holder)
+        self.read_key(key)
         if may_vary(holder, key):
             rows = None if self.fixes_indices else written_at(holder, key)
-            if rows is not None:  # of a tensor
+            if rows is not None:  # the holder is a tensor
                 return rows[1], rows[0]
             key = fixed(key)
         self._write_item(holder, key)
         return key, holder
 
     def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
-        """An item is about to be deleted; returns the key and the container to use."""
-        holder = itself(holder)
-        self.look_into_key(key)
+        """Before `del holder[key]`. Returns the key and the container to use instead."""
+        holder = resolved(holder)
+        self.read_key(key)
         key = fixed_if_varying(key)
         self._write_item(holder, key)
         if isinstance(holder, dict) and self.journal.is_written(holder, key):
@@ -132,11 +132,11 @@ class PlacesWritten(PlacesRead):
         return key, holder
 
     def made_with_keys(self, container: Any) -> None:
-        """A dict or set was made of keys."""
+        """After a dict or set was built: make varying numbers among its keys plain numbers."""
         with_fixed_keys(container)
 
     def as_key(self, key: Any) -> Any:
-        """A key is about to be put in a dict or set; returns the key to use."""
+        """Before a comprehension adds a key to a dict or set. Returns the key to use instead."""
         return fixed_if_varying(key)
 
     def _write_item(self, holder: Any, key: Any) -> None:
@@ -152,13 +152,13 @@ class PlacesWritten(PlacesRead):
             self.mutate(holder)
 
     def mutate(self, holder: Any) -> None:
-        """The content of a container is about to change, depending on what it is."""
+        """Before the content of a container changes. The new content depends on the old one, so that counts as read."""
         if isinstance(holder, (collections.UserDict, collections.UserList)):
-            holder = self.parts(holder, holder.data)  # type: ignore[arg-type]
+            holder = self.owned(holder, holder.data)  # type: ignore[arg-type]
         if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
             return
-        for each in (holder, *_calls.shown_by(holder)):
-            self.look_into(each)
+        for each in (holder, *_calls.memory_owners(holder)):
+            self.read_content(each)
             self.journal.content(each, self._title(each))
 
 

@@ -1,8 +1,8 @@
-"""Settings that Python, numpy and torch keep for the whole process, and what depends on them without naming them.
+"""Settings of the process in Python, numpy and torch, and the operations that read them implicitly.
 
 A quotient of decimals depends on `decimal.getcontext()`, a division of arrays on `np.seterr`, the text of a tensor on
-`torch.set_printoptions`, and whether a warning raises on the filters of `warnings`. Each is asked again before every call of a program
-whose trace did such a thing; what the function sets, every call sets.
+`torch.set_printoptions`, and whether a warning raises on the filters of `warnings`. If a trace does one of these, the setting is guarded:
+it is read again before every call. A setting that the function sets is set by every call.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Setting(NamedTuple):
     """One setting.
 
     Attributes:
-        title: it, in messages.
-        read: what it is now, as plain values.
-        put: sets it.
+        title: its name in messages.
+        read: gives its value now, as plain values.
+        put: sets its value.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
     @property
     def question(self) -> Question:
-        """What is asked before a call."""
+        """The question that is asked before each call."""
         return (id(SETTINGS), self.title), self.title, self.read
 
 
@@ -76,7 +76,7 @@ def _deterministic() -> Any:
 
 
 def _put_filters(filters: Any) -> None:
-    warnings.resetwarnings()  # which says that they changed
+    warnings.resetwarnings()  # also invalidates the caches that depend on the filters
     warnings.filters[:] = filters  # type: ignore[index]
 
 
@@ -86,7 +86,7 @@ _OF_NUMPY = Setting("np.get_printoptions()", lambda: _plain(dict(np.get_printopt
 _OF_TORCH = Setting("torch.set_printoptions()", lambda: _plain(print_options()), lambda options: print_options().update(options))
 _LOCALE = Setting("locale.setlocale()", _locale, _put_locale)
 _FILTERS = Setting("the filters of warnings", lambda: tuple(warnings.filters), _put_filters)
-SETTINGS: dict[int, Setting] = {  # by id of the function that sets it
+SETTINGS: dict[int, Setting] = {  # by id of the function that sets each
     id(decimal.setcontext): Setting("decimal.setcontext()", decimal.getcontext, decimal.setcontext),
     id(np.seterr): _ERRORS,
     id(np.set_printoptions): _OF_NUMPY,
@@ -109,30 +109,30 @@ SETTINGS: dict[int, Setting] = {  # by id of the function that sets it
 
 
 @functools.cache
-def of_class(cls: type) -> Question | None:
-    """What operations on objects of a class depend on."""
+def question_of_class(cls: type) -> Question | None:
+    """The setting that operations on objects of a class read; None if there is none."""
     if cls is decimal.Decimal or cls is decimal.Context:
         return _DECIMALS
     return _ERRORS.question if issubclass(cls, (np.ndarray, np.generic)) else None
 
 
-def of_text(value: Any, depth: int = 0) -> Iterator[Question]:
-    """What the text of a value depends on."""
+def questions_of_text(value: Any, depth: int = 0) -> Iterator[Question]:
+    """The settings that conversion of a value to text reads."""
     if isinstance(value, torch.Tensor):
         yield _OF_TORCH.question
     elif isinstance(value, (np.ndarray, np.generic)):
         yield _OF_NUMPY.question
     elif type(value) in (list, tuple, dict, set, frozenset) and depth < _MAX_DEPTH:
         for part in value.values() if type(value) is dict else value:
-            yield from of_text(part, depth + 1)
+            yield from questions_of_text(part, depth + 1)
 
 
-def of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
-    """What a call of a library's function depends on."""
+def questions_of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
+    """The settings that a call of a library function reads."""
     name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
     owner = getattr(fn, "__self__", None)
     if id(fn) in _TEXTS or name in _METHODS_OF_TEXT or (name in _NUMPYS_TEXTS and str(module).startswith("numpy")):
-        yield from of_text((owner, *args))
+        yield from questions_of_text((owner, *args))
     if module in ("decimal", "_decimal") or isinstance(owner, decimal.Context):
         yield _DECIMALS
     elif module in ("locale", "_locale"):
@@ -151,7 +151,7 @@ def _of_warning(args: tuple[Any, ...]) -> Question:
 
 
 def _actions(category: type[Warning], text: str) -> Any:
-    """What happens with a warning: the filters that may apply, up to the first that does wherever it comes from."""
+    """The actions of the filters that may apply to a warning, up to the first that applies in every module."""
     found: list[str] = []
     for action, pattern, kind, module, line in warnings.filters:
         if issubclass(category, kind) and (pattern is None or pattern.match(text)):
@@ -162,4 +162,4 @@ def _actions(category: type[Warning], text: str) -> Any:
     return tuple(found)
 
 
-__all__ = ["SETTINGS", "Setting", "of_call", "of_class", "of_text"]
+__all__ = ["SETTINGS", "Setting", "question_of_class", "questions_of_call", "questions_of_text"]

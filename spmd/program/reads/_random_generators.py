@@ -1,4 +1,4 @@
-"""Random generators of the host: which objects are some, and the state of each, to be compared."""
+"""Random generators of the host: recognizes them, and reads their states, to compare."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _NUMPYS_GLOBAL: Any = np.random.rand.__self__  # type: ignore[attr-defined]
 
 
 def is_generator(value: Any) -> bool:
-    """Whether `value` makes random numbers on the host, and can be asked for its state."""
+    """Whether `value` is a random generator of the host whose state can be read."""
     kind = type(value)
-    if value is GLOBAL_RANDOM or value is _NUMPYS_GLOBAL or value is torch.default_generator:  # `no_host_random` looks at these
+    if value is GLOBAL_RANDOM or value is _NUMPYS_GLOBAL or value is torch.default_generator:  # `no_host_random` checks these
         return False
     if issubclass(kind, torch.Generator):
         return value.device.type == "cpu"
-    is_pythons = issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom)
-    return is_pythons or issubclass(kind, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
+    is_python = issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom)
+    return is_python or issubclass(kind, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a random generator, to be compared."""
+    """The state of a random generator, to compare."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):

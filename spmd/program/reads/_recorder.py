@@ -1,13 +1,4 @@
-"""The recording of one trace: the places that were read, with what they held, and those that were written.
-
-Note [Reads]. While a function is traced, all code outside the libraries is instrumented (`_instrument`): before it loads a global,
-a closure's variable, an attribute or an item, iterates, compares, tests, calls or writes, it tells the recording the operands.
-A read becomes a guard: the same place is looked at again before each call, without running the user's code. Properties,
-`__getitem__`, hooks and schedulers need nothing of their own: they are Python, so what they read is recorded when they run. A
-library's function is not looked into: what it is handed counts as read, as deep as it can change. Objects that the trace itself
-made guard nothing: see `_heap`. What has no place to be read again (an older iterator, a
-random generator, a clock) is refused.
-"""
+"""`Recording`: the Python values that one trace reads and writes. See Note [Reads] in `spmd.program.reads`."""
 
 from __future__ import annotations
 
@@ -30,24 +21,24 @@ import torch
 
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
-from spmd.program.reads._choices import Choice, entered
+from spmd.program.reads._choices import Choice, choose
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect, is_environment
-from spmd.program.reads._library import is_librarys_property, is_recorded
-from spmd.program.reads._membership import asked
+from spmd.program.reads._library import is_library_property, is_recorded
+from spmd.program.reads._membership import membership_key
 from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._module_reads import RunModule
-from spmd.program.reads._number_calls import beside_mapped, beside_numpy, matched
+from spmd.program.reads._number_calls import mapped_operand, matched_value, numpy_operand
 from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._outside import Question, setting_of
 from spmd.program.reads._places import CDATA, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
-from spmd.program.reads._places_read import PROXIES, VIEWS, behind, is_simple, itself, written_tensor
+from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved, written_tensor
 from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
-from spmd.program.reads._process_settings import SETTINGS, of_class, of_text
+from spmd.program.reads._process_settings import SETTINGS, question_of_class, questions_of_text
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import ReplacedState, replaced
-from spmd.program.reads._varying import Varying, beside, fixed, is_noted, plain_key
+from spmd.program.reads._varying import Varying, fixed, float_operand, is_noted, plain_key
 from spmd.program.reads._varying_index import may_vary, read_at
 
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
@@ -56,12 +47,20 @@ _MAX_DEPTH = 50
 
 
 class Recording(PlacesWritten):
-    """What one trace reads and writes of Python. Made by `recorded`.
+    """The Python values that one trace reads and writes. Created by `recorded`.
+
+    Instrumented code calls the methods with the name of a hook (`load_attr`, `store_item`, `call`) before each instruction of that kind.
 
     Attributes:
-        has_own_context: whether context variables are set in a copy, so that none has to be unset.
-        run_module: calls what it is given, the run of a module.
-        note_gradient: is told of each tensor whose `grad` is read.
+        advanced: iterators that the trace advanced, by id, each with how.
+        caches: functions of `functools.lru_cache` that were called, by id.
+        generators: random generators that a library received, by id, each with its state at that time.
+        choice: the block that runs without a known condition. See Note [Choices].
+        run_module: called as `run_module(module, run)`; returns `run()`, the result of the module's call.
+        note_gradient: called with each tensor whose `grad` is read.
+        has_own_context: whether the trace runs in a copy of the context, so that no context variable has to be unset.
+        is_busy: whether the recording itself inspects objects now; hooks return at once.
+        seen: holders of reads that are recorded already, by (id, name) or id of a cell; their hooks return at once.
     """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
@@ -74,12 +73,12 @@ class Recording(PlacesWritten):
         self.note_gradient: Callable[[torch.Tensor], None] = lambda tensor: None
         self.has_own_context = self.is_busy = False
         self.seen: dict[Any, Any] = {}
-        self._handed: dict[int, Any] = {}
+        self._passed: dict[int, Any] = {}
         self._accepted: list[tuple[Effect, Any]] = []
-        self._gone: set[int] = set()  # ids of containers that the next call does not meet
-        self._born: frozenset[int] = frozenset()
-        self._known: set[int] = set()
-        self._given: list[Any] = []
+        self._replaced_ids: set[int] = set()  # containers that every call replaces, so the next call does not see them
+        self._made_ids: frozenset[int] = frozenset()
+        self._existing_ids: set[int] = set()
+        self._arguments: list[Any] = []
 
     # reads
 
@@ -93,7 +92,7 @@ class Recording(PlacesWritten):
             self._entry(found if type(found) is dict else found.__dict__, name, "builtins", ".")
 
     def imported(self, module: str, level: int) -> None:
-        """A module is about to be imported: which one Python has under the name."""
+        """Before an import: record which modules `sys.modules` has under the name."""
         for name in {module, module.partition(".")[0]} if level == 0 else ():
             if name in sys.modules:
                 self._entry(sys.modules, name, "sys.modules", "[")
@@ -102,7 +101,7 @@ class Recording(PlacesWritten):
         self.seen[id(cell)] = cell
         if not self.journal.is_written(cell):
             place = self.places[id(cell)] = CellPlace(cell, name)
-            self._met(place.content, name)
+            self._note_value(place.content, name)
 
     def load_attr(self, instance: Any, name: str) -> None:
         cls: type = type(instance)
@@ -110,7 +109,7 @@ class Recording(PlacesWritten):
             return
         key = (id(instance), name)
         if cls in PROXIES:
-            self.seen[key], instance = instance, behind(instance)
+            self.seen[key], instance = instance, referent(instance)
             cls, key = type(instance), (id(instance), name)
         if name == "grad" and isinstance(instance, torch.Tensor):
             self.note_gradient(instance)
@@ -128,38 +127,38 @@ class Recording(PlacesWritten):
                 self.ask(instance, setting_of(instance, name, instance.__name__))
             self._entry(instance.__dict__, name, instance, ".")
         elif isinstance(instance, type):
-            self.attribute_of_class(instance, name)
+            self.read_class_attribute(instance, name)
         elif cls is super:
             mro = instance.__self_class__.__mro__
-            self.meet(instance.__self_class__)
+            self.read_special_methods(instance.__self_class__)
             self._class_attribute(mro[mro.index(instance.__thisclass__) + 1 :], name)
         elif cls.__module__ == "builtins" and cls is not types.FunctionType:
             return
         else:
             self._instance_attribute(instance, cls, name)
             if cls in WITH_PARTS and name in ("__kwdefaults__", "keywords"):
-                self.parts(instance, getattr(instance, name))
+                self.owned(instance, getattr(instance, name))
             if name == "__dict__" and (attributes := attributes_of(instance)) is not None:
                 self._owners[id(attributes)] = instance
 
     def _instance_attribute(self, instance: Any, cls: type, name: str) -> None:
-        self.class_of(instance)
+        self.read_class_of(instance)
         found = self._class_attribute(cls.__mro__, name)
-        self.class_of(found)
+        self.read_class_of(found)
         if isinstance(found, functools.singledispatchmethod):
             read_registry(self, found.dispatcher)
         if isinstance(instance, KEPT_IN_C) and isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):
-            self._content(instance) if name == "flags" else self.attribute_in_c(instance, name)
-        elif is_librarys_property(found):
-            self.attribute_in_c(instance, name, is_property=True)
+            self._content(instance) if name == "flags" else self.read_c_attribute(instance, name)
+        elif is_library_property(found):
+            self.read_c_attribute(instance, name, is_property=True)
         elif isinstance(instance, CDATA):
             self._content(instance)
         if isinstance(found, types.MemberDescriptorType):
             if not self.journal.is_written(instance, name) and is_recorded(cls.__module__):
                 title = f"{self._title(instance)}.{name}"
                 place = self.places[hash((id(instance), name))] = SlotPlace(instance, found, title)
-                self._met(place.content, title)
-        elif not hasattr(type(found), "__set__"):  # a property is Python: what it reads is recorded when it runs
+                self._note_value(place.content, title)
+        elif not hasattr(type(found), "__set__"):  # a property is Python code: its reads are recorded when it runs
             attributes = attributes_of(instance)
             if found is ABSENT and name not in (attributes or ()) and (question := setting_of(instance, name, self._title(instance))):
                 self.ask(instance, question)
@@ -172,12 +171,12 @@ class Recording(PlacesWritten):
                     self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")
 
     def load_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
-        """An item is about to be read; returns the key and the container to use."""
-        holder = itself(holder)
-        self.look_into_key(key)
+        """Before `holder[key]`. Returns the key and the container to use instead."""
+        holder = resolved(holder)
+        self.read_key(key)
         if may_vary(holder, key):
             if not self.fixes_indices and (found := read_at(holder, key)) is not None:
-                self.look_into(holder)
+                self.read_content(holder)
                 return 0, (found,)
             key = fixed(key)
         elif not isinstance(holder, torch.Tensor):
@@ -196,46 +195,47 @@ class Recording(PlacesWritten):
             if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
                 self._entry(holder, key, holder, "[")
                 if isinstance(holder, collections.defaultdict) and key not in holder:
-                    self.attribute_in_c(holder, "default_factory")
+                    self.read_c_attribute(holder, "default_factory")
                     self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
         elif isinstance(holder, (list, collections.deque)) and type(key) in (int, bool):
             if cls.__getitem__ in (list.__getitem__, collections.deque.__getitem__):
                 self._item(holder, key)
         elif isinstance(holder, types.MappingProxyType):
-            self._entry(self._behind(holder), key, "", "")
+            self._entry(self._proxied_dict(holder), key, "", "")
         else:
-            self.look_into(holder)
+            self.read_content(holder)
 
     def contains(self, item: Any, holder: Any) -> Any:
-        """`item in holder` is about to be asked; returns the item to ask for."""
-        return asked(self, item, itself(holder))
+        """Before `item in holder`. Returns the item to use instead."""
+        return membership_key(self, item, resolved(holder))
 
     def operate(self, left: Any, right: Any) -> Any:
-        """Both are about to be operands; returns the first one to use."""
+        """Before an operator or a comparison. Returns the left operand to use instead."""
         left = self._operands(left, right)
-        return beside_mapped(left, right)
+        return mapped_operand(left, right)
 
     def _operands(self, left: Any, right: Any) -> Any:
-        left = beside(left, right) if is_noted(right) else beside_numpy(left, right)
-        self.look_into(left)
-        self.look_into(right)
+        left = float_operand(left, right) if is_noted(right) else numpy_operand(left, right)
+        self.read_content(left)
+        self.read_content(right)
         if type(left) is str and type(right) not in QUIET - {tuple}:  # "%s" % right
-            self.ask_all(of_text(right))
+            self.ask_all(questions_of_text(right))
         return left
 
-    def show(self, value: Any) -> None:
-        """A value is about to be made text."""
-        self.look_into(value)
-        self.ask_all(of_text(value))
+    def read_text(self, value: Any) -> None:
+        """Before a value is converted to text."""
+        self.read_content(value)
+        self.ask_all(questions_of_text(value))
 
     def ask_all(self, questions: Iterable[Question]) -> None:
-        """Settings of the whole process matter."""
+        """Record the answers to questions about settings of the process."""
         for question in questions:
             self.ask(SETTINGS, question)
 
     def operate_in_place(self, left: Any, right: Any) -> Any:
+        """Before `left += right` and the like. Returns the left operand to use instead."""
         if isinstance(left, list):
-            self.look_into(right)
+            self.read_content(right)
             for item in right if isinstance(right, (list, tuple)) else ():
                 self.journal.append(left, item, partial(list.append, left), self._title(left))
             if not isinstance(right, (list, tuple)):
@@ -246,26 +246,26 @@ class Recording(PlacesWritten):
         return self._operands(left, right)
 
     def iterate(self, value: Any) -> None:
-        value = itself(value)
+        value = resolved(value)
         if isinstance(value, collections.abc.Iterator):
             self.advance(value, "iterated")
         else:
-            self.look_into(value)
+            self.read_content(value)
 
     def advance(self, iterator: Any, how: str) -> None:
-        """An iterator from before the trace cannot be advanced again by every call, unless Python says how."""
-        self.look_into(iterator) if is_python(iterator) else self.advanced.setdefault(id(iterator), (iterator, how))
+        """Before an iterator is advanced. Unless its `__next__` is Python code, no call can repeat that for one from before the trace."""
+        self.read_content(iterator) if is_python(iterator) else self.advanced.setdefault(id(iterator), (iterator, how))
 
-    def look_into(self, value: Any) -> None:
-        """All of a container, and nothing of what lies in it."""
+    def read_content(self, value: Any) -> None:
+        """Record the whole content of a container, but not the content of its items."""
         cls = type(value)
         if cls in PROXIES or cls in VIEWS:
-            value = behind(value) if cls in PROXIES else self.shown_by(value)
+            value = referent(value) if cls in PROXIES else self.viewed_dict(value)
             cls = type(value)
         if cls in QUIET or self._is_ignored(value):
             return
-        self.meet(cls)
-        self.ask(SETTINGS, of_class(cls))
+        self.read_special_methods(cls)
+        self.ask(SETTINGS, question_of_class(cls))
         if isinstance(value, torch.Tensor):
             self._host_tensor(value)
         elif isinstance(value, dict):
@@ -273,71 +273,74 @@ class Recording(PlacesWritten):
         elif isinstance(value, (list, collections.deque)):
             self._whole_list(value)
         elif isinstance(value, types.MappingProxyType):
-            self._whole_dict(self._behind(value))
+            self._whole_dict(self._proxied_dict(value))
         elif is_environment(value):
             self._title_of(value._data, "os.environ")
-            self._whole_dict(self.parts(value, value._data))
+            self._whole_dict(self.owned(value, value._data))
         elif isinstance(value, (collections.UserDict, collections.UserList)):
             self.load_attr(value, "data")
-            self.look_into(value.data)
+            self.read_content(value.data)
         elif isinstance(value, type):
-            self.meet(value)
+            self.read_special_methods(value)
         elif not isinstance(value, _CODE):
-            self.class_of(value)
+            self.read_class_of(value)
             if not self._content(value) and not is_recorded(cls.__module__):
-                for part in _calls.parts_of(value, self):  # a library's container: what it is made of
-                    self.hand(part)
+                for part in _calls.parts_of(value, self):  # a container of a library's class
+                    self.read_deep(part)
 
-    def hand(self, value: Any, depth: int = 0) -> None:
-        """A value goes to code that is not recorded: all of it counts as read, as deep as it can change."""
-        value = itself(value)
+    def read_deep(self, value: Any, depth: int = 0) -> None:
+        """Record all mutable objects that are reachable from a value as read, and containers as possibly written.
+
+        For values that are passed to code that is not recorded.
+        """
+        value = resolved(value)
         if type(value) in QUIET and type(value) is not tuple:
             return
-        if id(value) in self._handed or depth > _MAX_DEPTH:
+        if id(value) in self._passed or depth > _MAX_DEPTH:
             return
         if isinstance(value, collections.abc.Iterator) and not is_python(value):
-            self.advance(value, "handed to a library")
+            self.advance(value, "passed to a library")
             return
-        self._handed[id(value)] = value
+        self._passed[id(value)] = value
         if is_generator(value):
             self.generators.setdefault(id(value), (value, state_of(value)))
             return
         if id(value) not in self._ignored:
-            self.look_into(value)
+            self.read_content(value)
             if isinstance(value, _calls.CONTAINERS) and id(value) not in self._owners:
                 self.journal.content(value, self._title(value))
-        for part in (*_calls.parts_of(value, self), *_calls.shown_by(value)):
-            self.hand(part, depth + 1)
+        for part in (*_calls.parts_of(value, self), *_calls.memory_owners(value)):
+            self.read_deep(part, depth + 1)
 
     def call(self, fn: Any, *args: Any) -> Any:
-        """A call is about to happen; returns what is to be called."""
+        """Before `fn(*args)`. Returns the callable to use instead."""
         if self.choice is not None and sys._getframe(3) is self.choice.frame:
             self.choice.require_pure(fn, args)
         return _calls.note_call(self, fn, args)
 
     def call_ex(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
-        """The same with `*args` and `**kwargs`."""
+        """Before `fn(*args, **kwargs)`. Returns the callable to use instead."""
         self.iterate(args)
         given = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         if isinstance(kwargs, dict):
-            self.look_into(kwargs)
+            self.read_content(kwargs)
             given += tuple(kwargs.values())
         return _calls.note_call(self, fn, given)
 
     def choose(self, condition: Any, enters_if: bool) -> bool | Choice:
-        """Whether a block runs that only changes names. See Note [Choices]."""
-        found = entered(condition, enters_if, sys._getframe(2))
+        """Before a block that only assigns local names: whether it runs, or a `Choice` if only the program knows. See Note [Choices]."""
+        found = choose(condition, enters_if, sys._getframe(2))
         self.choice = found if isinstance(found, Choice) else None
         return found
 
     def chosen(self, choice: Choice, before: Any, after: Any) -> Any:
-        """What a name holds behind such a block."""
+        """After such a block: the value of a name that the block assigned."""
         self.choice = choice.frame = None
         return choice.chosen(before, after)
 
     def match_class(self, value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
-        """A class pattern is about to look at a value; returns the value to match."""
-        value = matched(value.concrete() if type(value) is Varying else value, bool(num_positional or names))
+        """Before `case cls(...)` is matched against a value. Returns the value to use instead."""
+        value = matched_value(value.concrete() if type(value) is Varying else value, bool(num_positional or names))
         if num_positional:
             self.load_attr(cls, "__match_args__")
         if isinstance(value, cls):
@@ -345,13 +348,13 @@ class Recording(PlacesWritten):
                 self.load_attr(value, name)
         return value
 
-    def _find_born(self) -> None:
-        """Which objects the trace made: those that exist now and did not before."""
-        self._born = HEAP.made()
-        self._known = set(map(id, self._given))
-        for place in self.places.values():  # in the order of reading: what lies in an older object existed too
+    def _find_made(self) -> None:
+        """Find the objects that the trace created, and those that existed before although the garbage collector does not know them."""
+        self._made_ids = HEAP.made()
+        self._existing_ids = set(map(id, self._arguments))
+        for place in self.places.values():  # in the order of the reads: the values in an older object are older than the trace too
             if self.is_before(place.holder):
-                self._known.update(map(id, _with_those_in_tuples(place.values())))
+                self._existing_ids.update(map(id, _with_tuple_items(place.values())))
 
     def _refuse_advanced(self) -> None:
         for iterator, how in self.advanced.values():
@@ -363,7 +366,7 @@ class Recording(PlacesWritten):
                 raise _calls.refused(f"a {type(generator).__name__} from before the call was drawn from: random numbers of the host")
 
     def _refuse_unseen_writes(self) -> None:
-        """Where an array or CPU tensor that was read holds something else, and no write was seen: put back and refused."""
+        """Restore and refuse an array or CPU tensor that was read and has changed without a recorded write."""
         for place in self.places.values():
             held, kinds = place.holder, (np.ndarray, torch.Tensor)
             if not isinstance(held, kinds) or not isinstance(place, ContentPlace) or self.journal.is_written(held, ABSENT):
@@ -375,37 +378,45 @@ class Recording(PlacesWritten):
 
     def is_before(self, holder: Any) -> bool:
         """Whether an object existed before the trace."""
-        owner = self._owners.get(id(holder))  # Python makes an object's `__dict__` when it is first asked for
+        owner = self._owners.get(id(holder))  # CPython creates an object's `__dict__` lazily, so ask its owner
         if owner is not None:
             return self.is_before(owner)
-        # the collector tracks a dict of plain values only from when something else is put into it
-        return id(holder) in self._known or (gc.is_tracked(holder) and id(holder) not in self._born)
+        # the garbage collector starts to track a dict of plain values only when another object is put into it
+        return id(holder) in self._existing_ids or (gc.is_tracked(holder) and id(holder) not in self._made_ids)
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `fn`, and find out which objects it made."""
-        self._given = [*_calls.nested((args, kwargs)), decimal.getcontext()]  # of which the collector does not know
+        """Call `fn`, and find the objects that it created.
+
+        Raises:
+            TraceError: the call did something that later calls cannot repeat.
+        """
+        self._arguments = [*_calls.nested((args, kwargs)), decimal.getcontext()]  # which the garbage collector may not track
         before = _hooks.start(self)
         try:
             result = self.call(fn, *args)(*args, **kwargs)
         finally:
             _hooks.stop(before)
-            self._find_born()
+            self._find_made()
         self._refuse_advanced()
         self._refuse_unseen_writes()
         require_unwritten(self.caches.values())
         return result
 
     def tensors_asked(self, name: str = "") -> dict[int, torch.Tensor]:
-        """Tensors from before the trace of which it read an attribute (shape, dtype), or this one, by their ids."""
+        """Tensors from before the trace, by id, whose attribute `name` was read; any attribute (shape, dtype) if `name` is empty."""
         read = ((key, value) for key, value in self.seen.items() if isinstance(value, torch.Tensor) and name in ("", key[1]))
         return {id(value): value for _, value in read if self.is_before(value)}
 
     def read_places(self) -> list[Place]:
-        """What the trace read of objects that existed before it."""
-        return [place for place in self.places.values() if id(place.holder) not in self._gone and self.is_before(place.holder)]
+        """The places that the trace read in objects that existed before it."""
+        return [place for place in self.places.values() if id(place.holder) not in self._replaced_ids and self.is_before(place.holder)]
 
     def settled(self, expected: Expected) -> list[Place]:
-        """All that was read, as it is now, when what the trace wrote is undone: so it is expected, but for inputs of the program."""
+        """The places that were read, set to expect what they hold now, when the writes are undone.
+
+        Args:
+            expected: gives the value to expect of an entry, with INPUT for numbers that are inputs of the program.
+        """
         places = self.read_places()
         for place in places:
             place.settle(lambda holder, key, value: INPUT if (id(holder), key) in self._ignored else expected(holder, key, value))
@@ -415,23 +426,23 @@ class Recording(PlacesWritten):
         return places
 
     def accept(self, effect: Effect, value: Any) -> None:
-        """The program may run again when the place of `effect` holds `value`."""
+        """Let the guards accept `value` in the place that `effect` writes."""
         self._accepted.append((effect, value))
 
     def held(self, effects: list[Effect], is_fixed: Callable[[Any], bool]) -> list[ReplacedState]:
-        """What the function reads under a name and then replaces, if its program can take what is there in the next call."""
+        """Tensors and containers that the function reads in a place and then replaces, if its program can take the next ones as inputs."""
         found: list[ReplacedState] = []
         places = self.read_places()
         for effect in effects:
             here = replaced(effect, effects, places, is_fixed)
             if here:
                 self.accept(effect, like(effect.before))
-                self._gone.update(id(h.value) for h in here if items_in(h.value))
+                self._replaced_ids.update(id(h.value) for h in here if items_in(h.value))
             found.extend(here)
         return found
 
     def effects(self) -> list[Effect]:
-        """What it wrote to objects that existed before it."""
+        """The writes to objects that existed before the trace, as every call repeats them."""
 
         def is_read(holder: Any, key: Any) -> bool:
             place = self.place_of(holder, key)
@@ -440,15 +451,15 @@ class Recording(PlacesWritten):
         return self.journal.effects(self.is_before, is_read)
 
 
-def _with_those_in_tuples(values: Iterable[Any]) -> Iterator[Any]:
+def _with_tuple_items(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         yield value
         if isinstance(value, tuple):
-            yield from _with_those_in_tuples(value)
+            yield from _with_tuple_items(value)
 
 
 def is_python(iterator: Any) -> bool:
-    """Whether an iterator is an object of the user's whose `__next__` is Python: what it reads and writes is recorded."""
+    """Whether an iterator's `__next__` is instrumented Python code, so that its reads and writes are recorded."""
     cls: Any = type(iterator)
     return is_recorded(cls.__module__) and type(getattr(cls, "__next__", None)) is types.FunctionType
 
@@ -457,7 +468,13 @@ def is_python(iterator: Any) -> bool:
 def recorded(
     names: dict[int, str] | None = None, owners: dict[int, Any] | None = None, ignored: set[Any] | None = None
 ) -> Generator[Recording]:
-    """Make ready to record (`Recording.run`); afterwards everything that was written holds its old value again."""
+    """Instrument the functions of the process for `Recording.run`. On exit, restore them, and undo every recorded write.
+
+    Args:
+        names: names of objects in messages, by id of the object.
+        owners: objects whose attributes a dict holds, by id of the dict.
+        ignored: ids of dicts, and (id of a dict, key) of entries, that something else guards and restores.
+    """
     recording = Recording(names or {}, owners or {}, ignored or set())
     swapped = _swap.swap(HEAP.functions())
     try:

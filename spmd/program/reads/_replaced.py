@@ -1,6 +1,7 @@
-"""Tensors, alone or in containers, that a place holds and the function replaces in every call: inputs of its program.
+"""Tensors, alone or in containers, that the function reads in a place and replaces in every call: hidden state, caches, running values.
 
-The next call finds others there, which are as good if they are like them (`like`): hidden state, caches, running values.
+They are inputs of the program. The next call finds other tensors in that place, and the guard accepts them if they are of the same kind
+(`_places.like`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from spmd.program.reuse._columns import Guards
 
 
 class ReplacedState(NamedTuple):
-    """A tensor or container that the trace found in a place.
+    """A tensor or container that the trace found in a place and replaced.
 
     Attributes:
-        value: it.
-        read: what lies there now.
+        value: the value that the trace found.
+        read: gives the value that is there now.
     """
 
     value: Any
@@ -32,18 +33,22 @@ class ReplacedState(NamedTuple):
 
 
 def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place], is_fixed: Callable[[Any], bool]) -> list[ReplacedState]:
-    """What the place of `effect` held, outside in, if the program can take what it holds today; empty if not.
+    """The value that the place of `effect` held, and everything inside it from the outside in, if the program can take it as inputs.
 
     Args:
-        effects: all that the trace wrote.
-        places: all that it read.
-        is_fixed: whether a tensor is something else too: an argument, or shown by a result under another name.
+        effect: the write that replaces the value.
+        effects: all writes of the trace.
+        places: all reads of the trace.
+        is_fixed: whether a tensor has another role too: it is an argument, or a result refers to it.
+
+    Returns:
+        The values; empty if the program cannot take them.
     """
     found, now = all_in(effect.before), effect.read()
     tensors = [value for value in found if is_device_tensor(value)]
     if (
         not effect.was_read
-        or not _stood_for(effect.before, now)
+        or not _stands_for(effect.before, now)
         or not tensors
         or not _is_alike(effect.before, effect.value)
         or any(map(is_fixed, tensors))
@@ -59,38 +64,38 @@ def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place],
 
 
 def touched_by(held: Sequence[ReplacedState], buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
-    """(position among `held`, position among `buffers`) of the tensors whose value the program has as state."""
+    """(index in `held`, index in `buffers`) of each tensor whose buffer is state of the program."""
     return [
         (i, buffers.index(buffer_of(h.value))) for i, h in enumerate(held) if is_device_tensor(h.value) and buffer_of(h.value) in buffers
     ]
 
 
 def guard_who(guards: Guards, held: Sequence[ReplacedState]) -> None:
-    """Places that held one tensor in the trace hold one, those that held two hold two: a write to one is seen by the other, or not."""
+    """Guard which of these places hold the same tensor, because a write through one is visible in the others."""
     places = [h.read for h in held if is_device_tensor(h.value)]
 
-    def who() -> list[int]:
+    def identities() -> list[int]:
         first: dict[int, int] = {}
         return [first.setdefault(id(buffer_of(read())), len(first)) for read in places]
 
-    expected = who()
+    expected = identities()
 
     def check() -> str | None:
-        return None if who() == expected else "names that held different tensors hold one now, or the other way round"
+        return None if identities() == expected else "names that held different tensors hold the same tensor now, or the other way round"
 
     if len(places) > 1:
         guards.add(check)
 
 
-def _stood_for(before: Any, now: Any) -> bool:
-    """Whether a value stood in the trace for what its place holds: it is that, or has a number that varies where that has its own."""
+def _stands_for(before: Any, now: Any) -> bool:
+    """Whether `before`, seen by the trace, represents `now`: the same object, or tuples of it, with varying numbers for plain ones."""
     if before is now or type(before) is Varying:
         return True
-    return is_tuple(before) and type(before) is type(now) and all(map(_stood_for, before, now))
+    return is_tuple(before) and type(before) is type(now) and all(map(_stands_for, before, now))
 
 
 def _is_alike(before: Any, value: Any) -> bool:
-    """Whether a container is of the build of another, with a tensor where that has one, and a number where that has one that varies."""
+    """Whether `value` has the structure of `before`: tensors where it has tensors, numbers where it has varying numbers."""
     if type(before) is Varying:
         return type(value) is Varying or type(value) in (int, float)
     if is_device_tensor(before):
@@ -104,7 +109,7 @@ def _is_alike(before: Any, value: Any) -> bool:
 
 
 def _ids_in(place: Place, root: Any) -> set[int]:
-    """What a place holds, as far as tuples go, but not what `root` holds."""
+    """Ids of the values in a place, through tuples, except those inside `root`."""
     found: set[int] = set()
     waiting = list(place.values())
     while waiting:

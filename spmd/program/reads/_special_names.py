@@ -1,4 +1,4 @@
-"""The names of the methods that Python looks up in an object's class by itself."""
+"""Names of the special methods, which Python looks up in an object's class without an instruction that names them."""
 
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "xor", "or")
 SPECIAL = tuple(

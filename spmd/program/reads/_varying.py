@@ -1,9 +1,11 @@
-"""Python numbers that change from call to call, as inputs of a program.
+"""`Varying`: a Python number that changes from call to call, as an input of a program.
 
-A number that differs at a second trace (a counter, a warm-up's weight, an argument) is a `Varying` from then on. Python's
-arithmetic on it gives another one, which each call computes on the host as Python does; where it meets a tensor it becomes an
-element of the program's vector of numbers. A comparison is answered from today's value and selects among programs: it is guarded by
-its outcome. So is whatever needs the number itself (a size, a key, a text), by its value.
+A number that has changed when a function is traced again (a counter, a warm-up weight, an argument) is a `Varying` from then on.
+
+- Python arithmetic on it gives another `Varying`, which each call computes on the host, exactly as Python does.
+- As an operand of a tensor, it becomes an element of the vector of numbers that each call passes to the program.
+- A comparison is answered with the value of this call, and its outcome is guarded: there is one program for each outcome.
+- Other uses (a size, a key, a text) get the value itself, which is guarded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from spmd.base._errors import TraceAgain
 from spmd.device._numbers import NumberNode, is_of_host, lifted
 from spmd.device._storage import recording
 from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
-from spmd.program.reads._number_calls import of_numbers
+from spmd.program.reads._number_calls import for_numbers
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -34,22 +36,23 @@ Evaluate = Callable[[], Any]
 
 
 class NumbersNeeded(TraceAgain):
-    """Code that is not recorded needs the Python numbers that vary: trace again, each number as a constant that is guarded."""
+    """Code that is not recorded needs plain Python numbers: trace again with each varying number as a guarded constant."""
 
     def other_settings(self, settings: TraceSettings) -> TraceSettings:
         return replace(settings, has_constant_numbers=True)
 
 
 class Numbers:
-    """The varying numbers of one trace: which of them the program takes as inputs, and what depends on their values.
+    """The varying numbers of one trace: those that are inputs of the program, and the guards on their values.
 
     Attributes:
-        is_tracing: a trace runs.
-        inputs: what computes each number that met a tensor, in the order of the vector's elements.
+        is_tracing: whether a trace runs.
+        inputs: functions that compute the inputs, in the order of the vector's elements.
+        on_branch: called with (key, evaluate, outcome) of each guard.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: how many inputs there can be."""
+        """`capacity` is the largest number of inputs."""
         self.inputs: list[Evaluate] = []
         self._capacity = capacity
         self.is_tracing = False
@@ -57,11 +60,11 @@ class Numbers:
         self.on_branch: Callable[[Any, Evaluate, Any], None] = lambda key, evaluate, outcome: None
 
     def start(self, on_branch: Callable[[Any, Evaluate, Any], None], element: Callable[[int], Any]) -> None:
-        """A trace begins.
+        """Begin a trace.
 
         Args:
-            on_branch: told of (key, evaluate, outcome) of what the trace depends on.
-            element: the traced value of one element of the vector.
+            on_branch: called with (key, evaluate, outcome): the program is valid while `evaluate()` gives `outcome`.
+            element: gives the traced value of one element of the vector.
         """
         self.inputs.clear()
         self.is_tracing = True
@@ -69,16 +72,16 @@ class Numbers:
 
     @property
     def has_room(self) -> bool:
-        """Whether there can be many more inputs."""
+        """Whether less than half of the inputs are taken."""
         return 2 * len(self.inputs) < self._capacity
 
     def stop(self) -> None:
-        """The trace is over; nothing of it is kept."""
+        """End the trace, and drop all that belongs to it."""
         self.is_tracing = False
         self.on_branch, self._element = (lambda key, evaluate, outcome: None), (lambda index: None)
 
     def traced(self, number: Varying) -> torch.SymFloat | float | int | bool:
-        """The number as torch takes it."""
+        """The number in a form that torch takes: an input of the program, or its value if it cannot be one."""
         value = number.evaluate()
         if isinstance(value, bool) or len(self.inputs) == self._capacity or abs(value) > 2**53:
             return number.concrete()
@@ -91,62 +94,64 @@ _METHODS = frozenset(name for name in (*dir(int), *dir(float)) if not name.start
 
 
 class Varying:
-    """A number of the host whose value a program takes anew in every call.
+    """A number of the host whose value may differ in every call of a program.
 
     Attributes:
-        evaluate: computes it from today's values.
-        is_numpys: Python's own code would have a number of numpy's, an item of an array or what is made of one.
+        evaluate: computes the number from the values of this call.
+        is_numpy: whether eager code would have a numpy number here, an item of an array or the result of one.
     """
 
-    __slots__ = ("_numbers", "_symbol", "evaluate", "is_numpys")
-    __array_ufunc__ = None  # numpy's operators leave it to ours: they would make an array of objects
+    __slots__ = ("_numbers", "_symbol", "evaluate", "is_numpy")
+    __array_ufunc__ = None  # numpy's operators defer to ours: they would make an array of objects
 
-    def __init__(self, numbers: Numbers, evaluate: Evaluate, is_numpys: bool = False) -> None:
+    def __init__(self, numbers: Numbers, evaluate: Evaluate, is_numpy: bool = False) -> None:
         self._numbers = numbers
         self._symbol: Any = None
         self.evaluate = evaluate
-        self.is_numpys = is_numpys
+        self.is_numpy = is_numpy
 
     def concrete(self) -> Any:
-        """Today's value; the program holds for this value only."""
+        """The value in this call. The program is then valid for this value only."""
         value = self.evaluate()
         self.guard(self.evaluate, value)
         return value
 
     def guard(self, evaluate: Evaluate, outcome: Any) -> None:
-        """The program holds while `evaluate()` gives this outcome."""
+        """Guard: the program is valid while `evaluate()` gives `outcome`."""
         self._numbers.on_branch(None, evaluate, outcome)
 
     def traced(self) -> Any:
-        """The number as torch takes it: an input of the program. Taken anew in every part of the trace (a branch, a round), which
-        another part cannot take it from."""
+        """The number in a form that torch takes: an input of the program.
+
+        Each part of the trace (a branch, a loop body) gets its own, because traced values cannot be shared between parts.
+        """
         part = recording.get()
         if self._symbol is None or self._symbol[0] is not part:
             self._symbol = part, self._numbers.traced(self)
         return self._symbol[1]
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(*args)`, some of whose arguments are varying, computed by every call."""
+        """`fn(*args)` with varying arguments, as a value that every call computes."""
         parts = [_evaluate(a) for a in args]
         evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
-        if _may_raise(fn, args):  # at the user's line, who may catch it: the program is for numbers that raise it, or for others
+        if _may_raise(fn, args):  # here, where the user may catch it; the guard separates numbers that raise from those that do not
             self.guard(lambda: _raised_by(evaluate), _raised_by(evaluate))
         value = evaluate()
         if _may_change_type(fn, args):
             self.guard(lambda: type(evaluate()), type(value))
-        return self._as_varying(evaluate, value, any(isinstance(a, Varying) and a.is_numpys for a in args))
+        return self._as_varying(evaluate, value, any(isinstance(a, Varying) and a.is_numpy for a in args))
 
-    def _as_varying(self, evaluate: Evaluate, value: Any, is_numpys: bool) -> Any:
-        """What `evaluate` gives in every call, `value` today: numbers vary, alone or in a tuple; of anything else the value is guarded."""
+    def _as_varying(self, evaluate: Evaluate, value: Any, is_numpy: bool) -> Any:
+        """The result of `evaluate`, which is `value` in this call: varying if it is a number or a tuple of some, otherwise guarded."""
         if type(value) in (int, float):
-            return Varying(self._numbers, evaluate, is_numpys)
+            return Varying(self._numbers, evaluate, is_numpy)
         if type(value) is tuple and all(type(item) in (int, float) for item in value):  # of `divmod`, `math.modf`, `as_integer_ratio`
             return tuple(self._as_varying(partial(_item_of, evaluate, i), item, False) for i, item in enumerate(value))
         self.guard(evaluate, value)
         return value
 
     def takes(self, number: Any) -> bool:
-        """Whether a number is computed together with this one by the host: one of Python's, or one of the host where there is room."""
+        """Whether the host computes an operation on this number and another: on a Python number, or a host number while there is room."""
         if isinstance(number, torch.SymFloat):
             return is_of_host(number) and self._numbers.has_room
         return isinstance(number, (int, float, Varying))
@@ -171,19 +176,20 @@ class Varying:
         return hash(self.concrete())
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__dict__":  # code of a library that looks into what it is given (json)
+        if name == "__dict__":  # library code that inspects its arguments (json)
             raise NumbersNeeded
-        if self.is_numpys and name == "item":
-            return NumberMethod(self, "conjugate")  # which gives the number itself
-        if self.is_numpys and not name.startswith("_") and hasattr(np.float64, name):
+        if self.is_numpy and name == "item":
+            return NumberMethod(self, "conjugate")  # returns the number itself
+        if self.is_numpy and not name.startswith("_") and hasattr(np.float64, name):
             raise NumbersNeeded
         if name not in _METHODS:
-            raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")  # torch asks any object
+            # torch tests attributes of any object
+            raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")
         return NumberMethod(self, name) if callable(getattr(self.evaluate(), name)) else getattr(self.concrete(), name)
 
 
 class NumberMethod:
-    """A method of a number that varies. Code that is not recorded, which calls it itself, gets what Python's own number gives."""
+    """A method of a varying number. Code that is not recorded calls it directly, and gets the result for the value of this call."""
 
     __slots__ = ("_name", "_number")
 
@@ -194,7 +200,7 @@ class NumberMethod:
         return getattr(self._number.concrete(), self._name)(*args, **options)
 
     def vary(self, *args: Any, **options: Any) -> Any:
-        """The same, computed by every call."""
+        """The result as a value that every call computes; instrumented code calls this."""
         name = self._name
         return _applied(self._number, lambda number, *more, **named: getattr(number, name)(*more, **named), self._number, *args, **options)
 
@@ -206,13 +212,13 @@ _DIVIDE = frozenset((operator.truediv, operator.floordiv, operator.mod, divmod))
 
 
 def _may_raise(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function of other numbers may raise an error."""
+    """Whether `fn` may raise an error for other numbers."""
     return fn not in _NEVER_RAISE and not (fn in _DIVIDE and type(args[1]) in (int, float) and args[1] != 0)
 
 
 def _may_change_type(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function of other numbers of the same types may give an int for a float, or the other way round."""
-    if fn in (operator.pow, operator.ipow, pow):  # of ints, to a negative power
+    """Whether the result of `fn` may change between int and float for other numbers of the same types."""
+    if fn in (operator.pow, operator.ipow, pow):  # ints to a negative power
         return not any(type(a) is float for a in args)
     among = args[0] if len(args) == 1 and is_sequence(args[0]) else args
     return fn in (min, max) and len({type(_evaluate(a)()) for a in among}) > 1
@@ -231,10 +237,10 @@ def _raised_by(evaluate: Evaluate) -> type[Exception] | None:
 
 
 def _evaluate(number: Any) -> Evaluate:
-    """What gives a number in each call, or a list or tuple of some."""
+    """A function that gives a number, or a list or tuple of numbers, in each call."""
     if isinstance(number, Varying):
         return number.evaluate
-    if isinstance(number, torch.SymFloat):  # a setting of an optimizer
+    if isinstance(number, torch.SymFloat):  # a hyperparameter of an optimizer
         return partial(_of_host, number.node)
     if is_sequence(number):
         parts, kind = [_evaluate(item) for item in number], type(number)
@@ -251,7 +257,7 @@ def _convert(name: str) -> None:
     setattr(Varying, name, lambda self, *args: getattr(self.concrete(), name)(*args))
 
 
-for _name in ("__repr__", "__str__", "__format__"):  # no `__index__` and no `__float__`: C code would take the value unseen
+for _name in ("__repr__", "__str__", "__format__"):  # no `__index__` and no `__float__`: C code would take the value without a guard
     _convert(_name)
 
 
@@ -296,7 +302,7 @@ for _name, _fn in {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.
     _unary(_name, _fn)
 
 _ASK_CLASS = (builtins.isinstance, builtins.type)
-_SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is the second
+_SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is `bisect_right`
 
 _OPERATIONS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift", "and_", "or_", "xor", "invert"),
@@ -315,33 +321,33 @@ _PURE = {
 
 
 def is_noted(number: Any) -> bool:
-    """Whether it is a size of which is noted what Python asks; see `sizes/_size_reads`."""
+    """Whether it is a noted size: an int or float that records each comparison that Python makes of it. See `sizes/_size_reads`."""
     return type(number) not in (int, float) and isinstance(number, (int, float)) and hasattr(number, "plain")
 
 
 def plain_key(key: Any) -> Any:
-    """A key without sizes of which something is noted: that they were asked for is."""
+    """A key with plain numbers in the place of noted sizes; the sizes record that their values were read."""
     if type(key) is slice:
         return slice(plain_key(key.start), plain_key(key.stop), plain_key(key.step))
     return key.plain() if is_noted(key) else key
 
 
-def beside(left: Any, size: Any) -> Any:
-    """The first operand beside such a size: a float's own operations, and numpy's, take an int without asking it."""
+def float_operand(left: Any, size: Any) -> Any:
+    """The left operand to use where the right one is a noted size: operators of float and numpy would read the size without a record."""
     if isinstance(left, np.generic):
         size.plain()
     return size.beside(left) if type(left) is float else left
 
 
 def is_varying(key: Any) -> bool:
-    """Whether a key of an item holds numbers that vary."""
+    """Whether a key contains varying numbers, in slices, tuples or lists."""
     if type(key) is slice:
         return any(type(part) is Varying for part in (key.start, key.stop, key.step))
     return type(key) is Varying or (type(key) in (tuple, list) and any(map(is_varying, key)))
 
 
 def fixed(key: Any) -> Any:
-    """The key with today's values; the program holds for these only."""
+    """The key with the values of this call. The program is then valid for these only."""
     if type(key) is slice:
         return slice(*map(fixed, (key.start, key.stop, key.step)))
     if type(key) in (tuple, list):
@@ -350,7 +356,7 @@ def fixed(key: Any) -> Any:
 
 
 def with_fixed_keys(made: Any) -> Any:
-    """A dict or set that was just made, with keys that are plain numbers; the program holds for these only."""
+    """A dict or set that was just built, with plain numbers for varying keys. The program is then valid for these only."""
     if any(map(is_varying, made)):
         if isinstance(made, frozenset):
             return frozenset(map(fixed_if_varying, made))
@@ -361,21 +367,21 @@ def with_fixed_keys(made: Any) -> Any:
 
 
 def fixed_if_varying(key: Any) -> Any:
-    """The key with today's values where it varies."""
+    """The key with the values of this call if it varies, otherwise the key itself."""
     return fixed(key) if is_varying(key) else key
 
 
 def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to call instead of `fn` when some of its arguments vary; None if it is recorded code, which may get them."""
-    if any(fn is ask for ask in _ASK_CLASS) and isinstance(args[0], Varying) and args[0].is_numpys:
+    """The callable to use instead of `fn` when some of its arguments vary; None if `fn` takes them as they are."""
+    if any(fn is ask for ask in _ASK_CLASS) and isinstance(args[0], Varying) and args[0].is_numpy:
         raise NumbersNeeded
-    if (fn is builtins.hasattr or fn is builtins.getattr) and isinstance(args[0], Varying) and args[0].is_numpys:
+    if (fn is builtins.hasattr or fn is builtins.getattr) and isinstance(args[0], Varying) and args[0].is_numpy:
         return None
     if fn is builtins.isinstance:
         return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)
     if getattr(fn, "__name__", "") == "__instancecheck__":
         return lambda value: fn(value.evaluate() if isinstance(value, Varying) else value)
-    if fn is builtins.vars:  # as above
+    if fn is builtins.vars:  # a `Varying` has no `__dict__`, and raises for it
         raise NumbersNeeded
     if fn is builtins.type and len(args) == 1:
         return lambda value: type(value.evaluate())
@@ -383,20 +389,20 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return partial(_applied, first, fn)
     if fn in _SEARCHES and len(args) > 1 and type(args[1]) is Varying and _is_searchable(args):
         return lambda numbers, number, *bounds, **options: number.apply(partial(_found, fn, tuple(numbers), bounds, options), number)
-    is_torchs, is_numpys = _is_of("torch", fn), _is_of("numpy", fn)
-    if not (is_torchs or is_numpys) and not any(isinstance(a, Varying) for a in args):
-        return None  # a list of them is one of any objects to others
-    take: Callable[[Varying], Any] = Varying.traced if is_torchs else Varying.concrete
+    is_torch, is_numpy = _is_of("torch", fn), _is_of("numpy", fn)
+    if not (is_torch or is_numpy) and not any(isinstance(a, Varying) for a in args):
+        return None  # other functions treat a list of varying numbers like a list of any objects
+    take: Callable[[Varying], Any] = Varying.traced if is_torch else Varying.concrete
 
     def taken(value: Any) -> Any:
         if isinstance(value, Varying):
             return take(value)
-        if type(value) is tuple or (is_sequence(value) and (is_torchs or is_numpys)):  # others may write to the list itself
+        if type(value) is tuple or (is_sequence(value) and (is_torch or is_numpy)):  # no copy of a list that `fn` may write to
             kind = tuple if isinstance(value, tuple) else list
             return kind(take_item(v) if isinstance(v, Varying) else taken(v) for v in value)
         return value
 
-    called = of_numbers(fn)
+    called = for_numbers(fn)
     take_item = Varying.concrete if called is fn else Varying.traced
     return lambda *given, **options: called(*map(taken, given), **{k: taken(v) for k, v in options.items()})
 
@@ -409,7 +415,7 @@ def _applied(number: Varying, fn: Any, /, *given: Any, **options: Any) -> Any:
 
 
 def _is_pure(fn: Any) -> bool:
-    """Whether `fn` computes of plain numbers alone, as Python does."""
+    """Whether `fn` computes from numbers only, without other effects."""
     return id(fn) in _PURE or type(getattr(fn, "__self__", None)) in (int, float)
 
 
@@ -422,7 +428,7 @@ def _is_taken(first: Varying, number: Any) -> bool:
 
 
 def _is_searchable(args: tuple[Any, ...]) -> bool:
-    """Whether a bisection is one of plain numbers, between plain bounds."""
+    """Whether the arguments of a bisection are plain numbers and plain bounds."""
     numbers, _, *bounds = args
     return type(numbers) in (list, tuple) and {int, float}.issuperset(map(type, numbers)) and all(type(b) is int for b in bounds)
 
@@ -432,7 +438,7 @@ def _found(fn: Any, numbers: tuple[float, ...], bounds: tuple[int, ...], options
 
 
 def is_sequence(value: Any) -> bool:
-    """A sequence of which torch and numpy make a tensor or an array."""
+    """Whether it is a sequence that torch and numpy convert to a tensor or an array."""
     return isinstance(value, (list, tuple, collections.deque)) and type(value) is not torch.Size
 
 

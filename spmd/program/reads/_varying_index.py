@@ -1,10 +1,11 @@
-"""Places and slice bounds that vary from call to call: of tensors, reading gathers rows, writing scatters them.
+"""Indices and slice bounds of tensors that vary from call to call: a read gathers rows, a write scatters them.
 
-`x[i]`, `x[:, lo:hi]` and assignments to them, where `i` is a Python number that varies or a 0-dim tensor (a position of which only the
-program knows the value), and `hi - lo` is the same in every call. What is read so is a copy. Where it must be a view (one of the two
-is written to in place, or it leaves the function), the function is traced again with the index as a value that is guarded. An item of
-an array or a tuple of numbers (`schedule[i]`) is a number that varies itself: its contents are guarded, as those of any array that is read.
-So is what `schedule[i].item()` gives of a tensor on the CPU.
+This covers `x[i]`, `x[:, lo:hi]` and assignments to them. `i` is a varying Python number or a 0-dim device tensor, whose value only the
+program knows; `hi - lo` is the same in every call. Such a read gives a copy. If it must be a view, because one of the two tensors is
+written in place or the result leaves the function, the function is traced again with the index guarded by its value.
+
+An item of a numpy array or a tuple of numbers (`schedule[i]`) is itself a varying number. The content of the array is guarded like any
+array that is read. The same holds for `schedule[i].item()` of a tensor on the CPU.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
 
 _ALL = slice(None)
-_PYTHONS = (np.int64, np.float64)  # what arithmetic with Python's numbers gives is the same
+_PYTHONS = (np.int64, np.float64)  # arithmetic with Python numbers gives the same values as their Python equivalents
 _AS_MASKS = (torch.bool, torch.uint8)
 
 
 class ViewNeeded(TraceAgain):
-    """What was read at an index that varies must be a view: trace again, with a program for each index."""
+    """A read at a varying index must be a view: trace again, with one program for each index."""
 
     def other_settings(self, settings: TraceSettings) -> TraceSettings:
         return replace(settings, fixes_indices=True)
 
 
-class _Taken(NamedTuple):
-    """What a key takes of a tensor.
+class _Selection(NamedTuple):
+    """The rows of a tensor that a key selects.
 
     Attributes:
-        view: the tensor by all of the key that does not vary.
-        dims: of the view, of which some rows are taken.
-        rows: of each, int64[n].
-        is_window: the dim stays; else one row is taken and the dim is gone.
+        view: the tensor, indexed by all parts of the key that do not vary.
+        dims: the dims of the view that the varying parts index.
+        rows: the selected rows of each of these dims, int64[n].
+        is_window: whether the varying part is a slice, so that its dim stays; otherwise one row is selected and the dim is dropped.
     """
 
     view: torch.Tensor
@@ -55,30 +56,30 @@ class _Taken(NamedTuple):
     is_window: bool
 
     def place(self) -> tuple[torch.Tensor, Any]:
-        """A view and a key of it, which has a dim of size 1 in front unless it is a window's."""
+        """A tensor and an index into it. The indexed result has an extra leading dim of size 1, unless the selection is a window."""
         if self.is_window:
             return self.view, (*[_ALL] * self.dims[0], self.rows[0])
         return self.view.movedim(self.dims, list(range(len(self.dims)))), tuple(self.rows)
 
 
 def may_vary(holder: Any, key: Any) -> bool:
-    """Whether a key of an item has what another call has otherwise: a Python number that varies, or a position on the device."""
+    """Whether a key contains a varying Python number, or, for a device tensor, a position on the device."""
     if is_varying(key):
         return True
     return is_device_tensor(holder) and (any(map(_is_position, key)) if type(key) is tuple else _is_position(key))
 
 
 def written_at(tensor: Any, key: Any) -> tuple[_Rows, Any] | None:
-    """What to assign to, and a key, to write what `tensor[key] = value` writes; None: no program can."""
-    taken = _taken(tensor, key)
-    if taken is None:
+    """(target, index) such that `target[index] = value` writes what `tensor[key] = value` writes; None if no program can."""
+    selected = _selection(tensor, key)
+    if selected is None:
         return None
-    base, place = taken.place()
+    base, place = selected.place()
     return _Rows(base), place
 
 
 class _Rows:
-    """A tensor to whose rows values are assigned as to a slice: they are cast, and may lie in the tensor itself."""
+    """A tensor whose rows are assigned like a slice: the value is cast to the dtype, and may share memory with the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -92,19 +93,19 @@ class _Rows:
 
 
 def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
-    """`holder[key]`, of a tensor as a copy; None: no program can take it."""
+    """`holder[key]`, as a copy if the holder is a tensor; None if no program can read it."""
     if type(key) is Varying and (numbers := _numbers_of(holder)) is not None:
         found = key.apply(_item, numbers, key)
         if type(found) is Varying:
-            found.is_numpys = type(holder) is np.ndarray
+            found.is_numpy = type(holder) is np.ndarray
         return found
     if (found := _host_item(holder, key)) is not None:
         return found
-    taken = _taken(holder, key)
-    if taken is None:
+    selected = _selection(holder, key)
+    if selected is None:
         return None
-    base, place = taken.place()
-    found = base[place] if taken.is_window else base[place][0].clone()
+    base, place = selected.place()
+    found = base[place] if selected.is_window else base[place][0].clone()
     recorder = recording.get()
     if recorder is not None:
         recorder.is_copy_of(buffer_of(holder), buffer_of(found), ViewNeeded)
@@ -112,7 +113,7 @@ def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
 
 
 def _numbers_of(holder: Any) -> Any:
-    """An array or a tuple that holds nothing but Python's ints or floats, as it is now."""
+    """A copy of a 1-dim array of int64 or float64, or a tuple of ints and floats; None for other holders."""
     if type(holder) is np.ndarray and holder.ndim == 1 and holder.dtype.type in _PYTHONS:
         return holder.copy()
     return holder if type(holder) is tuple and {int, float}.issuperset(map(type, holder)) else None
@@ -123,11 +124,11 @@ def _item(numbers: Any, index: int) -> int | float:
 
 
 class HostItem(torch.Tensor):
-    """An element of a tensor on the CPU, at an index that varies: as a number it varies too, as a tensor it is that of today's index.
+    """An element of a CPU tensor at a varying index. Its `item()` is a varying number; any other use guards the index by its value.
 
     Attributes:
-        number: the number that it holds.
-        key: where it lies.
+        number: the varying number.
+        key: its index in the CPU tensor.
     """
 
     number: Varying
@@ -164,18 +165,19 @@ def _host_item(tensor: Any, key: Any) -> HostItem | None:
 
 
 def as_number(fn: Any, args: tuple[Any, ...]) -> Any:
-    """What to call instead of `float(item)` and `int(item)`, which are numbers that vary; None for other calls."""
+    """The callable to use instead of `float(item)` and `int(item)` of a `HostItem`, which gives a varying number; None for other calls."""
     if len(args) == 1 and type(args[0]) is HostItem and (fn is float or fn is int):
         return lambda item: item.number.apply(fn, item.number)
     return None
 
 
 def _is_position(part: Any) -> bool:
+    """Whether it is an integer 0-dim tensor on the device."""
     return is_device_tensor(part) and part.dim() == 0 and not (part.is_floating_point() or part.is_complex() or part.dtype in _AS_MASKS)
 
 
-def _taken(tensor: Any, key: Any) -> _Taken | None:
-    """None: there is no program for it that takes the numbers from its inputs."""
+def _selection(tensor: Any, key: Any) -> _Selection | None:
+    """The rows that `tensor[key]` selects; None if no program can select them with the numbers as inputs."""
     parts = key if type(key) is tuple else (key,)
     open_ones = [is_varying(part) or _is_position(part) for part in parts]
     if not is_device_tensor(tensor) or not all(is_open or _is_plain(part) for part, is_open in zip(parts, open_ones, strict=True)):
@@ -194,20 +196,20 @@ def _taken(tensor: Any, key: Any) -> _Taken | None:
             rows.append(found)
             windows += isinstance(part, slice)
         at += tensor.dim() - num_taken if part is Ellipsis else type(part) is not int
-    return None if windows and len(dims) > 1 else _Taken(view, dims, rows, bool(windows))
+    return None if windows and len(dims) > 1 else _Selection(view, dims, rows, bool(windows))
 
 
 def _is_plain(part: Any) -> bool:
-    """Whether it says the same in every call, and makes a view."""
+    """Whether a part of a key is the same in every call and gives a view."""
     if isinstance(part, slice):
         return all(bound is None or type(bound) is int for bound in (part.start, part.stop, part.step))
     return part is None or type(part) in (int, EllipsisType)
 
 
 def _rows_of(length: int, part: Any) -> torch.Tensor | None:
-    """The rows that a part of a key means, int64[n]; None: their number varies, or they are not there."""
+    """The rows that a part of a key selects, int64[n]; None if their number varies, or if they are out of bounds."""
     if isinstance(part, torch.Tensor):
-        return part.view(1)  # of what the host knows of the argument: an index out of bounds is an error before the call
+        return part.view(1)  # an index out of bounds is an error before the call, because the host knows the argument
     if type(part) is Varying:
         return _rows(length, part, 1) if isinstance(part.evaluate(), int) else None
     if (
@@ -224,7 +226,7 @@ def _rows_of(length: int, part: Any) -> torch.Tensor | None:
 
 def _rows(length: int, first: Varying, num: int) -> torch.Tensor | None:
     is_inside = first.apply(lambda i: int(-length <= i < 0 or i >= 0) and int((i + length if i < 0 else i) + num <= length), first)
-    if not is_inside:  # decided anew by every call
+    if not is_inside:  # a guard: every call decides it again
         return None
     start = first.apply(lambda i: i + length if i < 0 else i, first)
     with exact_dtypes():
