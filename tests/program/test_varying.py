@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import heapq
+import itertools
 import math
 import operator
 import pickle
@@ -383,6 +384,7 @@ def test_an_item_of_a_list_has_one_place_also_from_its_end() -> None:
 REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {
     "iterator": lambda: iter([1.0, 2.0]).__next__,
     "generator": lambda: (v for v in (1.0, 2.0)).__next__,
+    "a repeat that ends": lambda: itertools.repeat(1.0, 2).__next__,
     "random.Random": lambda: random.Random(0).random,
     "numpy.random.Generator": lambda: np.random.default_rng(0).random,
     "secrets": lambda: lambda: float(secrets.randbelow(10)),

@@ -113,7 +113,7 @@ def refused(what: str) -> TraceError:
 
 def is_endless(iterator: Any) -> bool:
     """Whether an iterator gives the same value forever, so that advancing it changes nothing."""
-    return isinstance(iterator, itertools.repeat)
+    return isinstance(iterator, itertools.repeat) and operator.length_hint(iterator, -1) == -1  # one without `times` has no length
 
 
 _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
