@@ -1,1 +1,1 @@
-"""The PyTorch device 'jax': storage payload, copies, views, random stream, and the lowerings installed as its kernels."""
+"""The PyTorch device 'jax': its storages, copies, views and random stream, and the lowerings installed as its kernels."""

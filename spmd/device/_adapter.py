@@ -1,8 +1,8 @@
-"""From a call that PyTorch dispatched to a rule's call, and back: everything mechanical about running a lowering.
+"""Runs a lowering for a call that PyTorch dispatched: converts the arguments, calls the rule, and wraps the results.
 
-One `Adapter` per ATen overload. For each new combination of dtypes and static arguments it makes a `Plan` (torch's meta
-kernel says the result dtypes, torch's promotion rules the dtype to compute in), then every further call is a dictionary
-look-up. Eagerly a plan runs as one `jax.jit` call; while jax traces, what that call would record is recorded inline.
+There is one `Adapter` per ATen overload. It makes a `Plan` for each new combination of dtypes and static arguments: torch's meta
+kernel gives the result dtypes, and torch's promotion rules give the dtype to compute in. Every further call is a dictionary
+look-up. Eagerly a plan runs as one `jax.jit` call. While jax traces, the operations of that call are recorded inline.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _HALF = (torch.float16, torch.bfloat16)
-_OF_INT = torch.zeros(1, dtype=torch.int64)
-_OF_INT32 = torch.zeros((), dtype=torch.int32)
+_INT64_VECTOR = torch.zeros(1, dtype=torch.int64)
+_INT32_SCALAR = torch.zeros((), dtype=torch.int32)
 
 
 class _Dynamic:
@@ -55,7 +55,7 @@ class _Dynamic:
 
 
 class Plan:
-    """One way to run an overload: dtypes and static arguments are settled."""
+    """An overload with fixed dtypes and static arguments, ready to run."""
 
     __slots__ = ("bound", "compute", "jitted", "jitted_to", "lowering", "meta_check", "results", "seen", "template")
 
@@ -80,10 +80,10 @@ class Plan:
         self.seen: set[Any] = set()
 
     def run(self, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
-        """Call the rule on the dynamic values (arrays and numbers) in their places; cast in and out.
+        """Call the rule with the dynamic values (arrays and numbers) filled in; cast its operands and its results.
 
         Returns:
-            The op's result or results, and the new values of the arguments that the lowering `updates`.
+            The op's result or results, and the new values of the arguments in `lowering.updates`.
         """
         self.check(dynamic)
         values = [
@@ -108,20 +108,23 @@ class Plan:
         return _cast(out, self.results[0]), updated
 
     def check(self, dynamic: Sequence[Any]) -> None:
-        """Raise what torch raises for these shapes and arguments. Called where a rule is: while jax traces, once per shape."""
+        """Raise torch's error for invalid shapes and arguments. Runs together with the rule: while jax traces, once per shape."""
         self.meta_check.check(dynamic)
         if self.lowering.check is not None:
             args, kwargs = self.template
             self.lowering.check(*(_filled(arg, dynamic) for arg in args), **{n: _filled(a, dynamic) for n, a in kwargs.items()})
 
     def _run_to(self, sharding: Any, dynamic: Sequence[Any], key: Any = None) -> tuple[Any, tuple[Any, ...]]:
-        """`run`, its result as it is stored under `sharding`."""
+        """`run`, with the result padded as it is stored under `sharding`."""
         out, updated = self.run(dynamic, key)
         return (out if stored_shape(out.shape, sharding) == out.shape else padded(out, sharding)), updated
 
     def traced(self, dynamic: Sequence[Any], key: Any) -> Any:
-        """`run` inside a trace. What the rule recorded for the same shapes and Python numbers is recorded again, from the second
-        time on: most ops of a small model come once, and a jit of their own costs them more than their rule."""
+        """`run` inside a trace.
+
+        From the second call with the same shapes and Python numbers on, the rule's jaxpr is recorded again instead of calling the rule.
+        The first call makes no jaxpr: most ops of a small model occur once, and a jit of their own would cost more than their rule.
+        """
         values = [_cast_scalar(value, dtype) for value, dtype in zip(dynamic, self.compute, strict=True)]
         if key is None and not any(getattr(value, "shape", None) for value in values):
             return once(self, values, lambda: self.run(values))
@@ -132,13 +135,13 @@ class Plan:
             self.seen.add(seen)
             return self.run(values, key)
         if (bound := self.bound.get(numbers)) is None:
-            held = [None if isinstance(value, _ARRAYS) else value for value in values]
-            bound = self.bound[numbers] = Inlined(lambda arrays, key: self.run(_with_arrays(held, iter(arrays)), key))
+            scalars = [None if isinstance(value, _ARRAYS) else value for value in values]
+            bound = self.bound[numbers] = Inlined(lambda arrays, key: self.run(_with_arrays(scalars, iter(arrays)), key))
         return bound(arrays, key)
 
 
-def _with_arrays(held: list[Any], arrays: Iterator[Any]) -> list[Any]:
-    return [next(arrays) if value is None else value for value in held]
+def _with_arrays(scalars: list[Any], arrays: Iterator[Any]) -> list[Any]:
+    return [next(arrays) if value is None else value for value in scalars]
 
 
 class Adapter:
@@ -177,18 +180,19 @@ class Adapter:
                 note_operation(out)
             else:
                 out = self.arrays(args, kwargs)
-            if not self.op._schema.returns:  # what it does is to write arguments
+            if not self.op._schema.returns:  # the op only writes its arguments
                 return None
             out = reuse_or_save(self.name, out)
             return wrap(out) if isinstance(out, jax.Array) else self._wrapped(out)
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any = None) -> Any:
-        """Run on tensors, write the arguments that the op updates, return arrays (call inside `exact_dtypes`).
+        """Run on tensors, write the arguments that the op updates, and return arrays. Call it inside `exact_dtypes`.
 
-        `sharding`: where an eager result is computed; None: where jax likes.
+        Args:
+            sharding: the sharding of an eager result; None: jax chooses.
         """
-        if self.takes_indices:  # as on other devices, an index may lie on the host
-            if self.bounds is not None:  # while they lie there
+        if self.takes_indices:  # as on other devices, an index may be a CPU tensor
+            if self.bounds is not None:  # before the indices are uploaded
                 _indices.check(self.bounds, self.name, dict(zip(self.names, args, strict=False)))
             args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
         if self.known:
@@ -213,7 +217,7 @@ class Adapter:
         return out
 
     def check_indices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise for an index that is out of bounds, of those that the host knows."""
+        """Raise if an index whose value is known on the host is out of bounds."""
         if self.bounds is not None:
             _indices.check(self.bounds, self.name, {**dict(zip(self.names, args, strict=False)), **kwargs}, of_host=True)
 
@@ -229,32 +233,32 @@ class Adapter:
         return _generator.next_key(self.argument("generator", args, kwargs))
 
     def _draws_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True for dropout that is switched off: as in torch, an evaluation leaves the stream where it was."""
+        """True for dropout that is switched off: as in torch, evaluation does not advance the random stream."""
         if "training" in self.accepts or "dropout_p" in self.accepts:
             return not self.argument("training" if "training" in self.accepts else "dropout_p", args, kwargs)
         chance = self.argument("p" if "p" in self.accepts else "dropout", args, kwargs)
         return "train" in self.accepts and (self.argument("train", args, kwargs) is False or chance == 0)
 
     def update(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write new values into the arguments that the lowering updates in place."""
+        """Write `values` into the arguments that the lowering updates in place."""
         for name, value in zip(self.lowering.updates, values, strict=True) if values else ():
             target = self.argument(name, args, kwargs)
             if target is not None and value is not None:
                 store(target, like_placement(value, target))
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The argument of that name if the call gave one."""
+        """The argument called `name`, or None if the call did not pass it."""
         position = self.accepts.get(name, len(args))
         return args[position] if position < len(args) else kwargs.get(name)
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, list[Any]]:
-        """The plan of this call and its dynamic values in order."""
+        """The plan for this call, and the call's dynamic values in order."""
         if self.bounds is not None:
             _indices.check(self.bounds, self.name, {**dict(zip(self.names, args, strict=False)), **kwargs})
         dynamic: list[Any] = []
         key: list[Any] = []
         for index, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor) and not (arg.is_cpu or arg.is_meta or self.is_host[index]):  # nearly all
+            if isinstance(arg, torch.Tensor) and not (arg.is_cpu or arg.is_meta or self.is_host[index]):  # the common case
                 dynamic.append(load(arg))
                 key.append(arg.dtype if arg.dim() else (arg.dtype,))
             else:
@@ -263,21 +267,21 @@ class Adapter:
             if name not in _IGNORED:
                 key.append(name)
                 self._describe(self.accepts[name], arg, dynamic, key)
-            elif name == "memory_format":  # no part of the value, but of what is refused
+            elif name == "memory_format":  # does not change the value, but torch refuses some formats
                 key.append(arg)
         key.extend(map(trace_setting, self.lowering.told))
         if self.lowering.decides is not None:
             key.append(decided(self.lowering.decides, self.accepts, args, kwargs))
-        found = (*key, torch.get_default_dtype())  # what numbers and integers become
+        found = (*key, torch.get_default_dtype())  # the dtype that Python numbers and integer tensors are promoted to
         plan = self.plans.get(found)
         if plan is None:
             plan = self._new_plan(args, kwargs, dynamic)
-            plan.check(dynamic)  # what is refused makes no plan, and draws no random number
+            plan.check(dynamic)  # a refused call must not add a plan or draw a random number
             self.plans[found] = plan
         return plan, dynamic
 
     def _describe(self, index: int, arg: Any, dynamic: list[Any], key: list[Any]) -> None:
-        """Append the argument's value to `dynamic` if it has one there, and what the plan depends on to `key`."""
+        """Append the argument's value to `dynamic` if it is dynamic, and the properties that the plan depends on to `key`."""
         if self.is_host[index] and arg is not None:
             key.append(tuple(map(exactly, arg.reshape(-1).tolist())))
         elif isinstance(arg, torch.Tensor):
@@ -297,7 +301,8 @@ class Adapter:
                 key.append(tuple((type(item), exactly(item)) for item in arg))
         elif isinstance(arg, torch.SymFloat):
             dynamic.append(carried(arg))
-            key.append((torch.SymFloat, type(sample(arg))))  # not float: a Python float stays weakly typed, this one is cast
+            # SymFloat instead of float in the key: a Python float is weakly typed, but this array is cast
+            key.append((torch.SymFloat, type(sample(arg))))
         elif self.is_dynamic(index, arg):
             dynamic.append(arg)
             key.append(("number", type(arg), type(arg) is int and arg < 0) if self.is_tensor[index] else (type(arg), range_of(arg)))
@@ -307,9 +312,13 @@ class Adapter:
             key.append(exactly(arg))
 
     def is_dynamic(self, place: int | str, arg: Any) -> bool:
-        """Whether an argument that is no tensor, by position or name, is a value of the call and no part of the plan.
+        """Whether an argument that is not a tensor is a dynamic value of the call instead of a part of the plan.
 
-        A number in a tensor's place is one if every dtype holds it, so that it is refused nowhere, and no division by it is.
+        A number in place of a tensor is dynamic if every dtype can represent it and division by it is valid, because no check
+        then depends on its value.
+
+        Args:
+            place: position or name of the argument.
         """
         index = self.accepts.get(place, -1) if isinstance(place, str) else place
         if index < 0:
@@ -345,7 +354,7 @@ class Adapter:
         return Plan(self.lowering, (positional, named), tuple(compute), cast, meta_check)
 
     def _placed(self, index: int, arg: Any, counter: list[int]) -> Any:
-        """The argument as the rule's template holds it: a placeholder where the value is dynamic."""
+        """The argument's entry in the rule's template: a placeholder if the value is dynamic."""
         if self.is_host[index] and arg is not None:
             return host_array(arg)
         if isinstance(arg, list | tuple):
@@ -360,7 +369,7 @@ class Adapter:
     def _compute_dtypes(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[torch.dtype | None, ...] | None, count: int
     ) -> list[np.dtype[Any] | None]:
-        """For each dynamic value the dtype to compute in: torch's promoted dtype, float32 for 16-bit floats."""
+        """The dtype to compute in for each dynamic value: torch's promoted dtype, or float32 for 16-bit floats."""
         named = [*zip(self.names, args, strict=False), *((n, a) for n, a in kwargs.items() if n not in _IGNORED)]
         chosen = self.lowering.promoted
         operands = [_number_or_tensor(a) for n, a in named if (n in chosen if chosen else True) and _is_operand(a)]
@@ -388,7 +397,7 @@ class Adapter:
 
 
 def _check_count(lowering: Lowering, out: Any) -> None:
-    """A rule that returns too few or too many results is our mistake; C++ would read past them."""
+    """Fail if the rule returned too few or too many results: C++ would read past them."""
     returns = lowering.op._schema.returns
     if len(returns) > 1 or (len(returns) == 1 and str(returns[0].type) == "Tensor"):
         count = len(out) if isinstance(out, tuple | list) else 1
@@ -402,7 +411,7 @@ def _filled(arg: Any, values: Sequence[Any]) -> Any:
 
 
 def _cast_scalar(value: Any, dtype: np.dtype[Any] | None) -> Any:
-    """A 0-dim value in the dtype to compute in, converted once for all ops that ask for it."""
+    """A 0-dim value in the dtype to compute in, converted once for all ops that use it."""
     if dtype is None or not isinstance(value, jax.Array) or value.shape or value.dtype == dtype:
         return value
     return once(dtype, (value,), lambda: cast(value, dtype))
@@ -417,7 +426,7 @@ def _cast(value: Any, dtype: np.dtype[Any] | None) -> Any:
 
 
 def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """A tensor argument as (value, what the plan depends on): arrays by dtype and rank zero, wrapped numbers by type."""
+    """The value of a tensor argument and its part of the plan's key: dtype and whether it is 0-dim, or a wrapped number's type."""
     if tensor.device.type == "jax":
         return load(tensor), (tensor.dtype if tensor.dim() else (tensor.dtype,))
     number = getattr(tensor, "__wrapped_number", None)
@@ -438,15 +447,15 @@ def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 
 def is_wrapped_number(tensor: torch.Tensor) -> bool:
-    """True if a 0-dim CPU tensor stands for a Python number (C++'s wrapped number, which Python cannot ask for directly).
+    """True if a 0-dim CPU tensor stands for a Python number. It is a wrapped number in C++, which Python cannot query directly.
 
     A real float64 tensor promotes an int64 tensor to float64, a wrapped number only to the default dtype; a real int64
     tensor promotes a 0-dim int32 tensor to int64, a wrapped number does not.
     """
     if tensor.dtype in (torch.float64, torch.complex128):
-        return torch.result_type(_OF_INT, tensor) != tensor.dtype
+        return torch.result_type(_INT64_VECTOR, tensor) != tensor.dtype
     if tensor.dtype == torch.int64:
-        return torch.result_type(_OF_INT32, tensor) == torch.int32
+        return torch.result_type(_INT32_SCALAR, tensor) == torch.int32
     return False
 
 

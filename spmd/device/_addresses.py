@@ -1,7 +1,7 @@
-"""Numbers that stand for the addresses of storages: what `data_ptr()` and `nbytes()` say of memory that is not here.
+"""`data_ptr()` and `nbytes()` of device storages. The addresses identify storages; no memory is mapped at them.
 
-Libraries tell shared weights by `data_ptr` (Hugging Face's `save_pretrained`, `torch.export.save`), so every storage that is alive has a
-number of its own, and a view's is its storage's plus its offset in bytes. No memory lies there: see Note [Addresses of nothing].
+Libraries recognise shared weights by `data_ptr` (Hugging Face's `save_pretrained`, `torch.export.save`). Every live storage therefore has
+a unique address, and a view's address is its storage's plus its offset in bytes. See Note [Addresses of nothing].
 
     x.data_ptr() == x.untyped_storage().data_ptr()
     x[1:].data_ptr() == x.data_ptr() + x[0].nbytes
@@ -24,40 +24,40 @@ from spmd.device._storage import Buffer, wrap
 from spmd.patches._table import current, replace
 
 # Note [Addresses of nothing]
-# Bits 62 and 54 make these numbers addresses that no processor maps for a user: not canonical on x86-64 (48 and 57 bits), nor on
-# arm64, which ignores the highest byte only. Who reads there, through ctypes say, gets a fault and never somebody's memory.
+# Bits 62 and 54 make these addresses ones that no processor maps in user space: they are not canonical on x86-64 (48 and 57 bits),
+# nor on arm64, which ignores only the highest byte. A read there, through ctypes for example, faults and never hits other memory.
 _BASE = (1 << 62) | (1 << 54)
 _ALIGNMENT = 512
 _next: list[int] = [_BASE]
 _lock = threading.Lock()
-_given: weakref.WeakKeyDictionary[Buffer, tuple[int, int]] = weakref.WeakKeyDictionary()  # address, bytes kept for it
+_given: weakref.WeakKeyDictionary[Buffer, tuple[int, int]] = weakref.WeakKeyDictionary()  # (address, reserved bytes)
 
 
 def register() -> None:
-    """Have tensors and storages of device 'jax' answer `data_ptr`, `nbytes`, `size`, `len`, `cpu` and `share_memory_`."""
+    """Patch `data_ptr`, `nbytes`, `size`, `len`, `cpu` and `share_memory_` to support tensors and storages of device 'jax'."""
     replace("torch.Tensor.data_ptr", tensor_address)
     for name in ("nbytes", "size", "__len__"):
         replace(f"torch.UntypedStorage.{name}", num_bytes)
     replace("torch.UntypedStorage.data_ptr", address)
     replace("torch.UntypedStorage.cpu", to_cpu)
     replace("torch.UntypedStorage.is_shared", is_shared)
-    for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):  # the last two: through a queue of torch.multiprocessing
+    for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):  # torch.multiprocessing's queues call the last two
         target = f"torch.UntypedStorage.{name}"
         replace(target, _not_shared(current(target)))
 
 
 def address(self: torch.UntypedStorage) -> int:
-    """`storage.data_ptr()`: zero where it holds no bytes, as everywhere."""
+    """`storage.data_ptr()`; zero for an empty storage, as on other devices."""
     buffer = getattr(self, "spmd_buffer", None)
     return _torchs_address(self) if buffer is None else _address_of(buffer)
 
 
 def tensor_address(self: torch.Tensor) -> int:
-    """`tensor.data_ptr()`: zero for a tensor without elements, as everywhere."""
+    """`tensor.data_ptr()`; zero for a tensor without elements, as on other devices."""
     if self.device.type != "jax":
         return _torchs_tensor_address(self)
     buffer = getattr(self.untyped_storage(), "spmd_buffer", None)
-    if buffer is None:  # a fake tensor, which refuses
+    if buffer is None:  # a fake tensor, for which torch raises
         return _torchs_tensor_address(self)
     return _address_of(buffer) + int(self.storage_offset()) * self.itemsize if self.numel() else 0
 
@@ -69,13 +69,13 @@ def num_bytes(self: torch.UntypedStorage) -> int:
 
 
 def to_cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """`storage.cpu()`: a copy of its bytes."""
+    """`storage.cpu()`: a copy of the bytes on the host."""
     buffer = getattr(self, "spmd_buffer", None)
     return _torchs_cpu(self) if buffer is None else to_host(wrap(buffer.get())).untyped_storage()
 
 
 def _not_shared(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
-    """`torchs_own`, which shares a storage's memory with other processes, refused for device 'jax'."""
+    """A wrapper that raises for storages of device 'jax'; `torchs_own` shares a storage's memory with other processes."""
 
     @functools.wraps(torchs_own)
     def share(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def _not_shared(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
             message(
                 "memory of device 'jax' cannot be shared between processes",
                 *called_at(),
-                "its arrays belong to the process that made them",
+                "its arrays belong to the process that created them",
                 fix="share the values: tensor.cpu().share_memory_()",
             )
         )

@@ -1,7 +1,7 @@
-"""View kernels: C++'s own, which compute true sizes, strides and offsets on the shared storage.
+"""View kernels. They are C++'s own kernels, which compute true sizes, strides and offsets on the shared storage.
 
-A view is therefore nothing but a tensor with other strides, as everywhere in PyTorch: `is_contiguous`, version counters,
-autograd's in-place-on-a-view and `torch.equal(a.storage, b.storage)` hold by themselves. `_views` reads the strides back.
+A view is therefore only a tensor with other strides, as on every PyTorch device. `is_contiguous`, version counters, autograd's
+in-place operations on views and `torch.equal(a.storage, b.storage)` work without further code. `_views` reads the strides back.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _BY_REDISPATCH = (
 
 
 def as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
-    """The view that every composite view of ATen ends in."""
+    """`aten.as_strided`, which every composite view of ATen calls in the end."""
     return strided_alias(self, size, stride, int(self.storage_offset()) if storage_offset is None else storage_offset)
 
 
 def as_strided_(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
-    """What `t_`, `transpose_`, `squeeze_` and the like end in: the tensor itself gets other sizes and strides.
+    """Change the sizes and strides of `self`; `t_`, `transpose_`, `squeeze_` and the like call this in the end.
 
-    By `.data`, because C++'s own kernels want a storage with bytes to be in bounds of.
+    It assigns `.data`, because C++'s own kernels check bounds against the storage's bytes, which this storage does not have.
     """
     self.data = as_strided(self, size, stride, storage_offset)
     Buffer.restrided += 1
@@ -42,22 +42,25 @@ def as_strided_(self: torch.Tensor, size: Any, stride: Any, storage_offset: Any 
 
 
 def set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`tensor.set_(source)`: the same storage, sizes and strides as `source`."""
+    """`tensor.set_(source)`: take the storage, sizes and strides of `source`."""
     self.data = as_strided(source, source.shape, source.stride())
     Buffer.restrided += 1
     return self
 
 
 def set_storage(self: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
-    """`tensor.set_(storage)`: all of the storage as one dim."""
+    """`tensor.set_(storage)`: view the whole storage as one dim."""
     buffer = _buffer_under(source)
     count = math.prod(buffer.shape) * buffer.dtype.itemsize // self.itemsize
     return torch.ops.aten.set_.source_Storage_storage_offset(self, source, 0, (count,), (1,))
 
 
 def set_window(self: torch.Tensor, source: torch.UntypedStorage, offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
-    """`tensor.set_(storage, offset, size, stride)`. Raw bytes still on the host (from `torch.load`) become a root of the
-    tensor's own dtype and shape: windows of another dtype would be read by a bit cast each time."""
+    """`tensor.set_(storage, offset, size, stride)`.
+
+    Raw bytes that are still on the host (from `torch.load`) get the tensor's dtype and shape as a whole. Otherwise every read of a
+    tensor whose dtype differs from its storage's would need a bit cast.
+    """
     buffer = _buffer_under(source)
     size, host = tuple(size), buffer.host
     is_raw = host is not None and host.dtype == np.uint8 and host.ndim == 1 and host.size % self.itemsize == 0
@@ -76,7 +79,7 @@ def _buffer_under(source: torch.UntypedStorage) -> Buffer:
             message(
                 f"the storage of a tensor on device 'jax' cannot be one on device '{source.device}'",
                 *called_at(),
-                fix="tensor.set_(source.to('jax')), of a tensor over the storage",
+                fix="tensor.set_(source.to('jax')), where `source` is a tensor over that storage",
             )
         )
     return source.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
@@ -86,19 +89,19 @@ _set_window = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 def is_set_to(self: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """`a.is_set_to(b)`: the same storage, offset, sizes and strides."""
+    """`a.is_set_to(b)`: whether both have the same storage, offset, sizes and strides."""
     same = buffer_of(self) is buffer_of(tensor) and self.storage_offset() == tensor.storage_offset()
     return same and self.shape == tensor.shape and self.stride() == tensor.stride()
 
 
 def set_empty(self: torch.Tensor) -> torch.Tensor:
-    """`tensor.set_()`: an empty tensor on a storage of its own."""
+    """`tensor.set_()`: make the tensor empty, with a new storage."""
     self.data = torch.empty(0, dtype=self.dtype, device=self.device)
     return self
 
 
 def view_kernels() -> dict[str, Any]:
-    """Kernel by overload name."""
+    """View kernels by overload name."""
     kernels: dict[str, Any] = {
         "as_strided": as_strided,
         "as_strided_": as_strided_,

@@ -1,11 +1,11 @@
-"""jax arrays on their way: from the host to the devices, between devices, and back; and the padding that makes shards equal.
+"""Moves jax arrays from the host to the devices, between devices, and back, and pads them to equal shards.
 
-Note [Uneven dims]. jax lays an array out in equal shards only. A dim that its axes do not divide is stored padded at its end
-(`stored_shape`), and only in storage: whoever reads the value gets it without the padding, and whoever writes it pads it again.
-In a program the value between the two is constrained to the same axes, which XLA's partitioner splits unevenly as it is stored:
-neither the cut nor the padding moves anything between devices.
+Note [Uneven dims]. jax supports only equal shards. A dim that its axes do not divide is stored padded at its end (`stored_shape`).
+The padding exists only in storage: every read crops it, and every write pads again. In a program the cropped value is constrained
+to the same axes, and XLA's partitioner splits it unevenly, the same way as it is stored. Neither cropping nor padding moves
+data between devices.
 
-It knows no tensor and no storage.
+This module does not depend on tensors or storages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Sharding = jax.sharding.Sharding | None
 
 
 def stored_shape(shape: Shape, sharding: Sharding) -> Shape:
-    """Shape in which an array of `shape` is stored: each dim a multiple of the number of its pieces."""
+    """Shape in which an array of `shape` is stored: each dim is rounded up to a multiple of its number of shards."""
     if not isinstance(sharding, NamedSharding):
         return shape
     padded = list(shape)
@@ -46,7 +46,7 @@ def stored_shape(shape: Shape, sharding: Sharding) -> Shape:
 
 
 def padded(value: Any, sharding: Any) -> Any:
-    """`value` as it is stored under `sharding`: zeros added at the ends of its uneven dims."""
+    """`value` as it is stored under `sharding`: padded with zeros at the ends of its uneven dims."""
     stored = stored_shape(value.shape, sharding)
     if is_tracing():
         return lax.with_sharding_constraint(_pad(value, stored), sharding)
@@ -56,13 +56,13 @@ def padded(value: Any, sharding: Any) -> Any:
 
 
 def cropped(value: Any, shape: Shape, sharding: Any) -> Any:
-    """A stored array without its padding; `sharding`: how its traced value stays split."""
+    """A stored array without its padding; a traced value is constrained to `sharding`."""
     whole = lax.slice(value, (0,) * len(shape), shape)
     return lax.with_sharding_constraint(whole, sharding) if is_tracing() and sharding is not None else whole
 
 
 def laid_out(stored: jax.Array, shape: Shape, sharding: Any) -> jax.Array:
-    """The array of `shape` that is stored as `stored`, stored under another sharding: between devices directly."""
+    """`stored`, which holds an array of `shape`, stored under another sharding; data moves directly between devices."""
     wanted = stored_shape(shape, sharding)
     if stored.shape == wanted and (stored.shape == shape or stored.sharding == sharding):
         return stored if stored.sharding == sharding else moved(stored, sharding)
@@ -81,9 +81,9 @@ def _padder(stored: Shape, sharding: Any) -> Any:
 
 
 def upload(host: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
-    """Send a host array to the devices, each shard to its own device only; counts the bytes that each device got.
+    """Send a host array to the devices, each shard to its own device only, and count the bytes that each device receives.
 
-    One value repeated without memory (a read-only array without strides) is not sent: each device fills its own shard.
+    A read-only array whose strides are all zero repeats one value and is not sent: each device fills its own shard.
     """
     with exact_dtypes(), jax.ensure_compile_time_eval():
         stored = stored_shape(host.shape, sharding)
@@ -118,25 +118,28 @@ def _filler(shape: Shape, sharding: Sharding) -> Any:
 
 
 def digest_of(host: np.ndarray[Any, Any], sharding: Sharding) -> int | None:
-    """Of values that every process of a job holds whole: a checksum for the job to compare. None alone."""
+    """Checksum of values that every process of a job should hold in full, so that the job can compare them.
+
+    None if the sharding is local to this process or there is no job.
+    """
     if sharding is None or sharding.is_fully_addressable or _join.job() is None:
         return None
-    held = host if any(host.strides) else host.reshape(-1)[:1]  # one value repeated has no memory to go through
-    return _agreement.digest(np.ascontiguousarray(held).reshape(-1).view(np.uint8))
+    elements = host if any(host.strides) else host.reshape(-1)[:1]  # one repeated value: its digest needs one element
+    return _agreement.digest(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
 
 
 def copied(value: jax.Array) -> jax.Array:
-    """An array of its own with the same values; the host knows of it what it knows of the other."""
+    """A copy of the array. The values that the host knows of the original are recorded for the copy too."""
     copy = jnp.copy(value)
     note_sent(copy, sent(value))
     return copy
 
 
 def moved(value: Any, sharding: Any) -> jax.Array:
-    """The array laid out by `sharding`, which divides it evenly: between devices directly.
+    """The array resharded to `sharding`, which must divide it evenly; data moves directly between devices.
 
-    In a job of several processes, what lies on this process's devices alone is taken as equal in all of them (as eager
-    results are that the same Python made everywhere), and each fills its own devices.
+    In a job of several processes, an array on this process's devices alone is assumed to be equal in all processes, as eager
+    results of the same Python code are. Each process then fills its own devices.
     """
     with exact_dtypes(), jax.ensure_compile_time_eval():
         if sharding.is_fully_addressable or not value.is_fully_addressable:
@@ -148,22 +151,22 @@ def moved(value: Any, sharding: Any) -> jax.Array:
 
 
 def is_readable(value: Any) -> bool:
-    """False for a tracer, and for an array of which parts lie on other processes' devices only; None is still on the host."""
+    """False for a tracer, and for an array with parts only on other processes' devices. None is readable: its value is on the host."""
     return value is None or (not is_tracer(value) and (value.is_fully_addressable or value.is_fully_replicated))
 
 
 def fetched(value: jax.Array) -> np.ndarray[Any, Any]:
-    """The array on the host.
+    """Copy the array to the host.
 
     Raises:
-        CheckFailed: a compiled call before this made a check that failed.
-        SpmdError: parts of it lie on other processes' devices only.
+        CheckFailed: a check of an earlier compiled call failed.
+        SpmdError: parts of the array are only on other processes' devices.
     """
     if not is_readable(value):
         dims = ", ".join(["None"] * value.ndim)
         raise SpmdError(
             message(
-                f"a tensor of shape {value.shape} cannot be read here: parts of it lie on other hosts",
+                f"a tensor of shape {value.shape} cannot be read in this process: other hosts hold parts of it",
                 f"layout: {getattr(value.sharding, 'spec', value.sharding)}; this host has {len(value.addressable_shards)} of its shards",
                 fix=f"read .local_shards, or gather it first, in all processes: spmd.mark_sharding(t.clone(), mesh, ({dims}))",
             )

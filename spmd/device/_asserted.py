@@ -1,4 +1,4 @@
-"""Branches on a number that only the device knows, of which one side only raises: taken the other way, and checked on the device.
+"""Branches on a device value of which one side only raises. The trace takes the other side, and the program checks the value.
 
 if not torch._is_all_true(valid):          # torch.distributions; `assert loss > 0`; gaussian_nll_loss
     raise ValueError(...)
@@ -20,25 +20,25 @@ from spmd.base._torch import current_autograd_node
 from spmd.device._checks import Check
 from spmd.device._storage import load, recording
 
-# Between a branch and the question for its number: our own files, torch's modes, methods of symbolic numbers and of sharded tensors.
-_BETWEEN = (
+# Frames between the branch and this module: our own files, torch's modes, and methods of symbolic numbers and of sharded tensors.
+_SKIPPED_FILES = (
     __file__,
     __file__.replace("_asserted", "_numbers"),
     f"{torch.__path__[0]}/utils/_device.py",
     f"{torch.__path__[0]}/overrides.py",
 )
-_HANDED_ON = ("__bool__", "__torch_function__")
+_SKIPPED_FUNCTIONS = ("__bool__", "__torch_function__")
 
 
 def answered(is_true: Callable[[], Any]) -> bool | None:
-    """Which way a branch on a number goes; None where no side of it only raises, or nothing can be checked here.
+    """The truth value that the trace assumes for a branch; None if neither side only raises, or nothing can be checked here.
 
     Args:
-        is_true: makes the 0-dim bool that the program computes.
+        is_true: returns the 0-dim bool that the program computes.
     """
     recorder = recording.get()
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename in _BETWEEN or frame.f_code.co_name in _HANDED_ON):
+    while frame is not None and (frame.f_code.co_filename in _SKIPPED_FILES or frame.f_code.co_name in _SKIPPED_FUNCTIONS):
         frame = frame.f_back
     if recorder is None or frame is None:
         return None
@@ -56,11 +56,11 @@ def answered(is_true: Callable[[], Any]) -> bool | None:
 
 
 def assert_async(self: torch.Tensor, assert_msg: str = "Expected Tensor with single nonzero value, but got zero") -> None:
-    """`torch._assert_async`: at once where values are known."""
+    """`torch._assert_async`: checked by the program in a trace, and immediately in eager code."""
     recorder = recording.get()
     with exact_dtypes():
-        is_noted = recorder is not None and recorder.expect(load(self).reshape(()) == 0, Check(RuntimeError, assert_msg, user_line()))
-    if not is_noted and not self:
+        is_recorded = recorder is not None and recorder.expect(load(self).reshape(()) == 0, Check(RuntimeError, assert_msg, user_line()))
+    if not is_recorded and not self:
         raise RuntimeError(assert_msg)
 
 

@@ -1,8 +1,8 @@
-"""`torch.autocast("jax", dtype=...)`: which ops run in the low dtype, in float32, or in the widest of their inputs.
+"""`torch.autocast("jax", dtype=...)`: which ops run in the low dtype, in float32, or in the widest dtype of their inputs.
 
-The lists are PyTorch's own, those that every accelerator backend registers (`ATen/autocast_mode.h`: AT_FORALL_LOWER_PRECISION_FP,
-AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE); `tests/device/test_autocast.py` compares them with the header
-of the torch that is installed. Float64 and integer tensors are never cast.
+The lists are the ones that PyTorch's accelerator backends register (`ATen/autocast_mode.h`: AT_FORALL_LOWER_PRECISION_FP,
+AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE). `tests/device/test_autocast.py` compares them with the header
+of the installed torch. Float64 and integer tensors are never cast.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ FLOAT32_BY_DTYPE = [
 ]
 WIDEST = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add"]
 
-# Ops that are kept whole here and that torch takes apart: what its lists do to the parts, done to the whole.
+# Ops that torch decomposes and this device does not: the cast that torch applies to their parts is applied to the whole op.
 WHOLE_IN_FLOAT32 = ["cross_entropy_loss", "nll_loss_nd", "ctc_loss.IntList", "ctc_loss.Tensor"]
 WHOLE_IN_FLOAT32_BY_DTYPE = ["special_softmax", "special_log_softmax"]
-# Several products and sums in dtypes of their own: taken apart.
-TAKEN_APART = [
+# Ops with several products and sums that autocast to different dtypes: they are decomposed.
+DECOMPOSED = [
     "_scaled_dot_product_attention_math",
     "_weight_norm",
     "lstm.input",
@@ -149,14 +149,14 @@ _LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """The autocast kernel of every listed overload that this torch has."""
+    """The autocast kernel of every listed overload that the installed torch has."""
     made: dict[str, Callable[..., Any]] = {}
     kinds = (
         (LOW, _in_low),
         (FLOAT32 + WHOLE_IN_FLOAT32, _in_float32),
         (FLOAT32_BY_DTYPE + WHOLE_IN_FLOAT32_BY_DTYPE, _in_float32_by_dtype),
         (WIDEST, _in_widest),
-        (TAKEN_APART, _taken_apart),
+        (DECOMPOSED, _decomposed),
     )
     for names, kind in kinds:
         for name in names:
@@ -181,7 +181,7 @@ def _in_float32(op: OpOverload) -> Callable[..., Any]:
 
 
 def _in_float32_by_dtype(op: OpOverload) -> Callable[..., Any]:
-    """These ops take the dtype to compute in as an argument; one that the user gave stands."""
+    """Kernel of an op that takes the dtype to compute in as an argument; a dtype that the caller passes takes precedence."""
     names = [a.name for a in op._schema.arguments]
     position = names.index("dtype")
 
@@ -206,7 +206,7 @@ def _in_widest(op: OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-def _taken_apart(op: OpOverload) -> Callable[..., Any]:
+def _decomposed(op: OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return op.decompose(*args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""The device itself: makes `torch.device("jax")` a real PyTorch device, once per process.
+"""Registers `torch.device("jax")` as a PyTorch device, once per process.
 
-PyTorch's Python-backend API is experimental: its names are in `base/_torch`. Importing `spmd` calls `register()`.
+PyTorch's Python-backend API is experimental, so its names are imported in `base/_torch` only. Importing `spmd` calls `register()`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _installed: list[Installed] = []
 
 
 class DeviceProperties(NamedTuple):
-    """What `torch.jax.get_device_properties` tells.
+    """Result of `torch.jax.get_device_properties`.
 
     Attributes:
-        name: what one chip is.
-        total_memory: bytes that jax may use on one chip; 0 where it does not know (CPU devices).
-        num_devices: how many chips there are.
+        name: kind of chip, as in `torch.jax.get_device_name`.
+        total_memory: bytes that jax may use on one chip; 0 if jax does not report it (CPU devices).
+        num_devices: number of chips.
     """
 
     name: str
@@ -50,9 +50,9 @@ class DeviceProperties(NamedTuple):
 
 
 class DeviceModule:
-    """What `torch.jax` is: the functions PyTorch looks up on a device's module."""
+    """The module `torch.jax`: the functions that PyTorch looks up on a device's module."""
 
-    _initialized = True  # asked by torch.utils.checkpoint before it saves the random state
+    _initialized = True  # torch.utils.checkpoint reads it before it saves the random state
 
     def is_initialized(self) -> bool:
         return True
@@ -64,29 +64,33 @@ class DeviceModule:
         return 0
 
     def device_count(self) -> int:
-        """One: a mesh of many chips is one device to PyTorch."""
+        """1, because PyTorch sees a mesh of any number of chips as one device."""
         return 1
 
     def device(self, index: Any) -> AbstractContextManager[None]:
-        """A context in which device `index` is current; there is only one."""
+        """A context in which device `index` is current; there is only device 0."""
         set_device_index(index)
         return nullcontext()
 
     def set_device(self, device: Any) -> None:
-        """Make a device current; there is only one."""
+        """Make a device current; there is only device 0."""
         set_device_index(device)
 
     def _is_in_bad_fork(self) -> bool:
         return fork.is_bad
 
     def manual_seed(self, seed: int) -> None:
-        """Start the device's random stream anew from `seed`."""
+        """Restart the device's random stream from `seed`.
+
+        Raises:
+            TraceError: a program is being traced.
+        """
         if recording.get() is not None:
             raise TraceError(
                 message(
                     "the compiled function sets the random seed",
                     *called_at(),
-                    "seed and number of draws are inputs of the program, so that each call draws anew",
+                    "the seed and the number of draws are inputs of the program, so that each call draws new numbers",
                     fix="call torch.manual_seed before the compiled function, not inside it",
                 )
             )
@@ -98,7 +102,7 @@ class DeviceModule:
         return default_stream.seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """The random stream's seed and count of draws, 16 bytes."""
+        """The random stream's seed and number of draws, as a CPU byte tensor of 16 elements."""
         return default_stream.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
@@ -112,27 +116,27 @@ class DeviceModule:
         default_stream.set_state(new_states[0])
 
     def seed(self) -> None:
-        """Start the random stream anew from a seed that the operating system draws."""
+        """Restart the random stream from a seed drawn by the operating system."""
         self.manual_seed(torch.Generator().seed())
 
     seed_all = seed
 
     def init(self) -> None:
-        """Nothing to do: the device is there from the import on."""
+        """Does nothing: importing `spmd` has initialised the device."""
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """(free, total) bytes, as `torch.accelerator.get_memory_info`."""
+        """(free, total) bytes, like `torch.accelerator.get_memory_info`."""
         return _memory_statistics.get_memory_info()
 
     def ipc_collect(self) -> None:
-        """Nothing to do: no other process can read its memory."""
+        """Does nothing: device memory is never shared with other processes."""
 
     def get_device_name(self, device: Any = None) -> str:
-        """What the chips are, as jax says it ("TPU v5 lite", "cpu")."""
+        """The kind of the chips, as jax names it ("TPU v5 lite", "cpu")."""
         return str(_devices.devices()[0].device_kind)
 
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
-        """What the chips are, and how much memory each has."""
+        """The kind and number of the chips, and the memory of one chip."""
         limits = [limit for chip in _memory_statistics.counted() if (limit := chip.get("bytes_limit"))]
         return DeviceProperties(self.get_device_name(), min(limits, default=0), _devices.device_count())
 
@@ -143,11 +147,15 @@ class DeviceModule:
         return [torch.bfloat16, torch.float16]
 
     def __getattr__(self, name: str) -> Any:
-        """No such name: what to use instead of those of `torch.cuda`."""
+        """Raise an error that names the replacement for a function of `torch.cuda`."""
         raise _unsupported_features.no_such_name(name, [n for n in dir(self) if not n.startswith("_")])
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait until the devices have finished what was dispatched to them; raises what a compiled call checked and found wrong."""
+        """Wait until the devices have finished all dispatched work.
+
+        Raises:
+            CheckFailed: a check of a compiled call failed.
+        """
         end_step()
         jax.effects_barrier()
         jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
@@ -160,15 +168,16 @@ _streams.waiting_by(lambda: DeviceModule().synchronize())
 
 
 def synchronize(device: Any = None, /) -> None:
-    """`torch.accelerator.synchronize`: the device is this process's only accelerator."""
+    """`torch.accelerator.synchronize`; device 'jax' is the only accelerator of the process."""
     DeviceModule().synchronize(device)
 
 
 def set_device_index(device: Any, /) -> None:
-    """`torch.accelerator.set_device_index`: device 0 is the only one; a negative index changes nothing, as in torch.
+    """`torch.accelerator.set_device_index`; there is only device 0, and a negative index changes nothing, as in torch.
 
     Raises:
-        SpmdError: there is no such device.
+        SpmdError: the index is greater than 0.
+        ValueError: a device of another type.
     """
     given = torch.device(device) if isinstance(device, str) else device
     index = given.index if isinstance(given, torch.device) else given
@@ -178,7 +187,11 @@ def set_device_index(device: Any, /) -> None:
 
 
 def register() -> None:
-    """Claim PyTorch's PrivateUse1 slot for 'jax' and install the kernels; does nothing the second time."""
+    """Claim PyTorch's PrivateUse1 slot for 'jax' and install the kernels; a second call does nothing.
+
+    Raises:
+        DeviceSlotError: another package has claimed the slot, or torchax or torch_xla is loaded.
+    """
     if _installed:
         return
     owner = get_privateuse1_backend_name()
@@ -196,7 +209,7 @@ def register() -> None:
     replace("torch.accelerator.synchronize", synchronize)
     replace("torch.accelerator.set_device_index", set_device_index)
     _memory_statistics.register()
-    _devices.prepare_threads()  # also where the environment or jax.config makes the virtual devices
+    _devices.prepare_threads()  # also needed if the environment or jax.config creates the virtual devices
     _installed.append(install())
     _number_arithmetic.install()
     _serialize.register()
@@ -206,23 +219,23 @@ def register() -> None:
     _embedding_bag.register()
     _unsupported_features.register()
     for target in ("torch._opaque_base.OpaqueBaseMeta.__call__", "torch._custom_class_base.CustomClassBaseMeta.__call__"):
-        if is_expected(target):  # not in an older torch, which refuses Generator(device="jax")
+        if is_expected(target):  # older versions of torch do not have it and refuse Generator(device="jax")
             replace(target, made)
     _join.when_joined(lambda job: share_seed())
 
 
 def installed() -> Installed:
-    """The kernels of this process."""
+    """The kernels installed in this process."""
     return _installed[0]
 
 
 def accept_in_foreach(*classes: type[torch.Tensor]) -> None:
-    """Let optimizers use their foreach form, a tenth of the calls, for these tensor classes (torch asks for exact types)."""
+    """Let optimizers use their foreach form, which makes a tenth of the calls, for these classes. torch compares exact types."""
     for target in ("torch.optim.optimizer._foreach_supported_types", "torch.utils._foreach_utils._foreach_supported_types"):
         supported: list[type[torch.Tensor]] = current(target)
         supported.extend(c for c in classes if c not in supported)
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages a program's result depends on."""
+    """Versions of the packages that a program's result depends on, by package name."""
     return {name: importlib.metadata.version(name) for name in ("torch", "jax", "jaxlib", "numpy")}

@@ -1,10 +1,10 @@
-"""Equal buffers whose values live as one array between the calls of programs that compute on all of them at once.
+"""Stacks of buffers of the same shape, dtype and layout, whose values stay one array between calls of programs that loop over layers.
 
 Note [Stacks of buffers]
-    A program with loops over a model's layers reads the weights of all layers as one array [layers, ...]. To stack them in every
-    call would copy them all. So after such a call the new values stay stacked, in a buffer of the stack's own, and the layers' buffers
-    wait for it, as for operations that run later: whoever reads one, writes to one or traces takes the stack apart first. The next
-    call stacks again, if somebody did.
+    A program with loops over a model's layers reads the weights of all layers as one array [layers, ...]. Stacking them in every
+    call would copy them all. After such a call the new values therefore stay stacked in a buffer of the stack. The layers' buffers
+    are pending, like results of deferred operations: reading or writing one of them, or tracing, first unstacks all of them. The
+    next call stacks them again if they were unstacked.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _stacks: weakref.WeakValueDictionary[tuple[int, ...], BufferStack] = weakref.Wea
 
 
 class BufferStack:
-    """The values of some buffers as one; see Note [Stacks of buffers].
+    """Several buffers whose values are stored as one array; see Note [Stacks of buffers].
 
     Attributes:
-        members: the buffers, [layers], of one shape, dtype and layout.
-        whole: the buffer of the array, [layers, ...]; its value counts while the members wait.
+        members: one buffer per layer, all of the same shape, dtype and layout.
+        whole: buffer of the stacked array [layers, ...]; its value is valid while the members are pending.
     """
 
     def __init__(self, members: Sequence[Buffer]) -> None:
@@ -44,11 +44,11 @@ class BufferStack:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the values of all members lie in `whole`."""
+        """Whether `whole` holds the values of all members."""
         return self.whole.value is not None and all(queue is self for queue in map(_queue, self.members))
 
     def gather(self) -> None:
-        """Stack the members' values, unless they are."""
+        """Stack the members' values into `whole`, unless they are stacked already."""
         if self.is_whole:
             return
         values = [b.raw() for b in self.members]
@@ -63,7 +63,7 @@ class BufferStack:
             buffer.queue, buffer.place_in_queue = self, place
 
     def run(self) -> None:
-        """Every member that waits has its value again."""
+        """Unstack: give every pending member its own value again."""
         value, spec = self.whole.value, self.members[0].annotation
         self.whole.value = None
         forget(self.whole.left_by)
@@ -75,22 +75,22 @@ class BufferStack:
                 buffer.value, buffer.queue = part, None
 
     def leave(self, buffer: Buffer) -> None:
-        """A member is given another value: from now on each has its own, so that what is replaced is gone."""
+        """Unstack because a member got another value, so that the memory of its old value is freed."""
         if self.whole.value is not None:
             self.run()
 
     def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
-        """The members' dtype."""
+        """The dtype of `buffer`, which all members share."""
         return self.whole.dtype
 
     def annotate(self, buffer: Buffer, spec: ShardingSpec) -> None:
-        """Another layout of one member: it leaves the stack."""
+        """Unstack, and give one member another layout."""
         self.run()
         buffer.place(spec.to_jax())
 
 
 def stack_of(members: Sequence[Buffer]) -> BufferStack:
-    """The stack of these buffers, which is one for all programs."""
+    """The stack of these buffers; all programs share it."""
     key = tuple(map(id, members))
     found = _stacks.get(key)
     if found is None:
@@ -99,14 +99,14 @@ def stack_of(members: Sequence[Buffer]) -> BufferStack:
 
 
 def take_apart() -> None:
-    """Give all buffers values of their own, before a trace looks at them."""
+    """Unstack all buffers, before a trace reads them."""
     for stack in list(_stacks.values()):
         if stack.is_whole:
             stack.run()
 
 
 def stacked_spec(spec: ShardingSpec) -> ShardingSpec:
-    """Of a stack of tensors that lie by `spec`: the new dim is not split."""
+    """Layout of a stack of tensors whose layout is `spec`: the new first dim is not split."""
     return ShardingSpec(spec.mesh, PartitionSpec(None, *spec.partition_spec))
 
 

@@ -1,9 +1,9 @@
-"""`call_jax`: a JAX function called on torch tensors, differentiable by torch's autograd through `jax.vjp`.
+"""`call_jax`: calls a JAX function on torch tensors. torch's autograd differentiates the call through `jax.vjp`.
 
-    y = spmd.call_jax(jnp.sin, (x,))                  # x a tensor on device 'jax', y too
+    y = spmd.call_jax(jnp.sin, (x,))                  # x and y are tensors on device 'jax'
     y.sum().backward()
 
-Any container may hold the tensors; other values are handed on as they are, and are part of what is compiled.
+The arguments may be any pytrees of tensors. Other leaves are passed unchanged and are constants of the compiled function.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     """Call a JAX function with torch tensors: `jax_func(*args, **kwargs)`.
 
     Args:
-        jax_func: a function of jax arrays that `jax.jit` can trace; it has no side effects.
-        args: a tuple of positional arguments; tensors on device 'jax' anywhere in them are passed as arrays.
-        kwargs: keyword arguments, likewise.
-        name: the name of the call in profiles and programs.
+        jax_func: a function of jax arrays that `jax.jit` can trace; it must have no side effects.
+        args: a tuple of positional arguments, pytrees; tensors on device 'jax' in them are passed as arrays.
+        kwargs: keyword arguments, converted in the same way.
+        name: name of the call in profiles and programs; by default the function's name.
 
     Returns:
         The result of `jax_func`, with arrays as tensors on device 'jax'.
@@ -43,7 +43,7 @@ def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     Raises:
         SpmdError: a tensor is not on device 'jax', or `args` is a tensor instead of a tuple.
     """
-    if isinstance(args, torch.Tensor):  # its rows would be the arguments
+    if isinstance(args, torch.Tensor):  # iterating over it would pass its rows as arguments
         what = f"{name or getattr(jax_func, '__name__', 'the function')} takes a tuple of arguments, got a tensor"
         raise SpmdError(message(what, f"its shape is {tuple(args.shape)}", fix="spmd.call_jax(fn, (x,))"))
     flat, tree = pytree.tree_flatten((args, kwargs or {}))
@@ -59,13 +59,13 @@ def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     static = tuple(_NO_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
     try:
         call = _remembered(jax_func, static, tuple((type(leaf), exactly(leaf)) for leaf in static), _Tree(tree), name)
-    except TypeError:  # an argument that cannot be the key of a dict
+    except TypeError:  # an unhashable argument
         call = _JaxCall(jax_func, static, tree, name)
     return call(tensors)
 
 
 class _JaxCall:
-    """One function with its static arguments."""
+    """A JAX function bound to its static arguments."""
 
     def __init__(self, fn: Callable[..., Any], static: tuple[Any, ...], tree: Any, name: str | None) -> None:
         self._results: dict[Any, tuple[Any, list[Any]]] = {}
@@ -103,7 +103,7 @@ class _JaxCall:
 
 @dataclass(frozen=True)
 class _Tree:
-    """A container's structure that can be the key of a dict; torch's own is compared by value and has no hash."""
+    """A hashable pytree structure; torch's own is compared by value and has no hash."""
 
     spec: Any
 
@@ -111,6 +111,6 @@ class _Tree:
         return hash(str(self.spec))
 
 
-@functools.lru_cache(maxsize=256)  # of compiled calls; a function that is made anew for each call is compiled for each call
+@functools.lru_cache(maxsize=256)  # of compiled calls; a new function object in every call is compiled in every call
 def _remembered(fn: Any, static: tuple[Any, ...], exact: tuple[Any, ...], tree: _Tree, name: str | None) -> _JaxCall:
     return _JaxCall(fn, static, tree.spec, name)

@@ -1,7 +1,7 @@
-"""Checks that a program makes on the device: a failure is raised when something is read, at the latest.
+"""Checks that a program makes on the device. A failure is raised at the next read on the host, at the latest.
 
-The program returns a flag for each check. They are looked at whenever something is read on the host, and at the next call those of the
-calls that are done: nobody waits for them.
+The program returns one flag per check. Every read on the host inspects all pending flags. Every further call inspects the flags of
+calls that have finished, without waiting for the others.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ import numpy as np
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import CheckFailed, TraceError, message
 
-ZERO = int(np.iinfo(np.int64).max)  # a flag that is set to 0
-_WAITING = 8  # calls whose flags may be waiting: the oldest is waited for, which bounds what is held
+ZERO = int(np.iinfo(np.int64).max)  # stands for the offending value 0, because a flag of 0 means success
+_WAITING = 8  # maximum number of calls with pending flags; beyond it the oldest is waited for, which bounds memory
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a flag stands for.
+    """One check of a program, and the error to raise if it fails.
 
     Attributes:
         kind: the exception that eager code would raise.
-        text: what was checked, in one line; `{}` stands for the value that the flag holds.
-        at: `file:line in function` of the user.
-        fix: what to do about it.
-        elsewhere: what happens without a program, if that is not `kind`.
+        text: what was checked, in one line; `{}` stands for the value of the flag.
+        at: `file:line in function` in the user's code.
+        fix: the fix that the error suggests.
+        elsewhere: what happens outside a program, if it is not an exception of class `kind`.
     """
 
     kind: type[BaseException]
     text: str
     at: str
-    fix: str = "call the function without spmd.compile to see the values where they are checked"
+    fix: str = "call the function without spmd.compile to see the values at the check"
     elsewhere: str = ""
 
     def failed(self, value: int) -> Exception:
-        """The exception for a flag that is set to `value`; of the class that eager code raises too."""
+        """The exception for a flag with the nonzero `value`. It is also an instance of `kind`."""
         return _class_of(self.kind)(
             message(
                 f"a check on the device failed: {self.text.replace('{}', str(0 if value == ZERO else value))}",
                 *([f"called at {self.at}"] if self.at else ()),
-                f"{self.elsewhere or _elsewhere(self.kind)}; the device went on, and what was updated since may hold what follows",
+                f"{self.elsewhere or _elsewhere(self.kind)}; the device continued, so tensors updated since then may be wrong",
                 fix=self.fix,
             )
         )
 
 
 def _elsewhere(kind: type[BaseException]) -> str:
-    """What happens without a program."""
+    """The part of the message that says what happens outside a program."""
     return "Python has another kind of number there" if issubclass(kind, TraceError) else f"CPU torch raises {kind.__name__} there"
 
 
@@ -63,7 +63,7 @@ def _elsewhere(kind: type[BaseException]) -> str:
 def _class_of(kind: type[BaseException]) -> type[CheckFailed]:
     try:
         return type("CheckFailed", (CheckFailed, kind), {"__module__": CheckFailed.__module__})
-    except TypeError:  # two classes that no object can be at once
+    except TypeError:  # the two classes have incompatible layouts
         return CheckFailed
 
 
@@ -71,23 +71,27 @@ _pending: deque[tuple[Any, Sequence[Check]]] = deque()
 
 
 def stacked(flags: Sequence[Any]) -> Any:
-    """The flags of one program as one array [checks] of int64: bools, or values of which 0 says that all is well."""
+    """The flags of one program as one int64 array [checks]. A flag is a bool or an integer; 0 means that the check passed."""
     with exact_dtypes():
         return jnp.stack([jnp.asarray(flag).reshape(()).astype(jnp.int64) for flag in flags])
 
 
 def note(flags: Any, checks: Sequence[Check]) -> None:
-    """A call was dispatched whose program returns `flags`, [checks] or [steps, checks]. Raises what is known of earlier calls."""
+    """Record the flags, [checks] or [steps, checks], of a call that was just dispatched.
+
+    Raises:
+        CheckFailed: a check of an earlier call is known to have failed.
+    """
     if not _pending:
         atexit.unregister(raise_failed)
-        atexit.register(raise_failed)  # of a program that reads nothing more
+        atexit.register(raise_failed)  # for a process that reads nothing before it exits
     _pending.append((flags, checks))
     while _pending and (len(_pending) > _WAITING or (len(_pending) > 1 and _pending[0][0].is_ready())):
         _raise_first()
 
 
 def raise_failed() -> None:
-    """Raise the first check that failed in a call so far; waits for calls that are under way."""
+    """Wait for all pending calls, and raise the error of the first check that failed, if any."""
     while _pending:
         _raise_first()
 

@@ -1,7 +1,7 @@
-"""Kernels that move values: between host and device, between dtypes, into other tensors, and out as a Python number.
+"""Kernels that copy values between host and device, between dtypes, into other tensors, and to Python numbers.
 
-A copy to the device keeps the host values until somebody needs them there (see `_storage.Buffer`), so that a tensor that
-is marked first is uploaded shard by shard. Every copy back is counted: `spmd.metrics` shows host round trips.
+A copy to the device keeps the host values until an operation needs them on the device (see `_storage.Buffer`), so that a tensor
+that `mark_sharding` lays out first is uploaded shard by shard. Every copy to the host is counted in `spmd.metrics`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from spmd.device._storage import (
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.empty`: zeros, because jax has no uninitialised memory, but not before somebody reads them."""
+    """`torch.empty`: zeros, because jax has no uninitialised memory. They are allocated at the first read."""
     return unset(tuple(size), to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype()))
 
 
 def unset(size: tuple[int, ...], dtype: Any) -> torch.Tensor:
-    """A tensor without a value yet; in a trace zeros, which XLA drops if nobody reads them."""
+    """A tensor without a value yet; in a trace a tensor of zeros, which XLA eliminates if nothing reads them."""
     if not is_tracing():
         return wrap_unset(size, dtype)
     with exact_dtypes():
@@ -53,7 +53,7 @@ def unset(size: tuple[int, ...], dtype: Any) -> torch.Tensor:
 
 
 def empty_strided(size: Any, stride: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.empty_strided`: the storage in memory order, the tensor with the strides that were asked for."""
+    """`torch.empty_strided`: the storage's shape is in memory order, and the tensor has the requested strides."""
     size, stride = tuple(size), tuple(stride)
     dtype = to_numpy_dtype(kwargs.get("dtype") or torch.get_default_dtype())
     order = sorted(range(len(size)), key=lambda dim: -stride[dim])
@@ -70,11 +70,11 @@ def new_empty_strided(self: torch.Tensor, size: Any, stride: Any, **kwargs: Any)
 
 
 def clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
-    """`tensor.clone()`: its own storage; eagerly its own memory too, because a compiled step may donate the original's."""
+    """`tensor.clone()`: a tensor with its own storage. Eagerly it also has its own memory: a compiled step may donate the original's."""
     _require_rank(self, memory_format)
     buffer = buffer_of(self)
     if buffer.value is None and buffer.host is not None and is_whole(self, buffer) and recording.get() is None:
-        return wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)  # still on the host: so is the copy
+        return wrap_host(buffer.host.copy() if buffer.host.flags.writeable else buffer.host)  # the copy stays on the host too
     with exact_dtypes():
         value = load(self)
         if not is_tracing():
@@ -92,7 +92,7 @@ def _require_rank(self: torch.Tensor, memory_format: Any) -> None:
 
 
 def _wrapped_like(value: Any, source: torch.Tensor, memory_format: Any) -> torch.Tensor:
-    """A new device tensor of `value`, with the strides of `source` where they are dense and no others are asked for."""
+    """A new device tensor of `value`, with the strides of `source` if they are dense and `memory_format` preserves them."""
     if not _keeps_strides(source, memory_format):
         return wrap(value)
     order = sorted(range(source.dim()), key=lambda dim: -source.stride(dim))
@@ -105,7 +105,7 @@ def _keeps_strides(source: torch.Tensor, memory_format: Any) -> bool:
 
 
 def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`aten._to_copy`: to another device or dtype, always a new tensor."""
+    """`aten._to_copy`: a new tensor on another device or in another dtype."""
     device = kwargs.get("device")
     dtype = kwargs.get("dtype") or self.dtype
     _require_rank(self, kwargs.get("memory_format"))
@@ -127,7 +127,7 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 
 
 def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Every copy with one end on the device comes through here."""
+    """`aten._copy_from`: every copy from or to the device."""
     if dst.device.type != "jax":
         dst.copy_(to_host(src))
         return dst
@@ -171,7 +171,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 
 def local_scalar_dense(self: torch.Tensor) -> Any:
-    """`tensor.item()`: a Python number eagerly, or where a traced program computed it from constants; else a lifted number."""
+    """`tensor.item()`: a Python number in eager code, or if a traced value follows from constants; otherwise a lifted number."""
     if fork.is_bad:
         raise fork.error()
     value = load(self)
@@ -185,7 +185,7 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
             if known is not None:
                 return np.asarray(known).reshape(()).item()
             if value.dtype == np.uint64 or jnp.issubdtype(value.dtype, jnp.complexfloating):
-                raise needs_value("complex" if value.dtype != np.uint64 else "int without a sign")
+                raise needs_value("complex" if value.dtype != np.uint64 else "unsigned int")
             number = once("item", (value,), lambda: value.reshape(()).astype(jnp.int64 if is_integer else jnp.float64))
             return lifted(number, integral=is_integer, truth=value.dtype == np.bool_)
     _counters.count("host_reads")
@@ -193,7 +193,7 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
 
 
 def zero_(self: torch.Tensor) -> torch.Tensor:
-    """`tensor.zero_()`: needs no value, so a gradient that was dropped may be zeroed."""
+    """`tensor.zero_()`. It reads no value, so it also works on a gradient whose value was dropped."""
     buffer = buffer_of(self)
     with exact_dtypes():
         placed = filled_sharding(self)
@@ -206,7 +206,7 @@ def zero_(self: torch.Tensor) -> torch.Tensor:
 
 
 def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
-    """`torch.equal`: same shape and the same values, as a Python bool."""
+    """`torch.equal`: whether both have the same shape and values, as a Python bool."""
     if fork.is_bad:
         raise fork.error()
     if self.shape != other.shape:
@@ -220,17 +220,17 @@ def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _holds_no_nan(value: Any) -> bool:
-    """True if a traced value is equal to itself; the program checks it, as NaN is not."""
+    """True if a traced value may be assumed to equal itself. The program checks floats for NaN, which does not equal itself."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return True
     recorder = recording.get()
-    what = "torch.equal(x, y) of tensors that are computed alike is True in a program, and x holds NaN, which is not equal to itself"
-    made = Check(TraceError, what, user_line(), fix="look for NaN before this line", elsewhere="CPU torch says False there")
+    what = "a program assumes that torch.equal(x, y) is True for tensors computed in the same way, but x contains NaN"
+    made = Check(TraceError, what, user_line(), fix="check for NaN before this line", elsewhere="CPU torch returns False there")
     return recorder is not None and recorder.expect(jnp.isnan(value).any(), made)
 
 
 def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None) -> torch.Tensor:
-    """A copy of `self`'s whole storage, in which the window (size, stride, offset) holds `src`."""
+    """A copy of `self` and its whole storage, with `src` written to the window (size, stride, offset)."""
     with exact_dtypes():
         root = wrap(buffer_of(self).get())
         offset = int(self.storage_offset())
@@ -239,12 +239,12 @@ def as_strided_scatter(self: torch.Tensor, src: torch.Tensor, size: Any, stride:
 
 
 def from_host(tensor: torch.Tensor, marked: torch.Tensor | None = None) -> torch.Tensor:
-    """A device tensor with the values of a CPU tensor, to be laid out as that remembers; nothing is uploaded yet.
+    """A device tensor with the values and the recorded layout of a CPU tensor. Nothing is uploaded yet.
 
-    A layout is one of dims in row-major order, so a marked tensor with other strides (`W.t()`, channels last) does not keep them.
+    A layout applies to dims in row-major order, so a marked tensor with other strides (`W.t()`, channels last) does not keep them.
 
     Args:
-        marked: the tensor that remembers, if `tensor` is one that was made of it.
+        marked: the tensor whose layout was recorded, if `tensor` was derived from it; by default `tensor`.
     """
     marked = tensor if marked is None else marked
     moved = _from_host(tensor if annotation_of(marked) is None else tensor.contiguous())
@@ -265,7 +265,11 @@ def _from_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor with the values of a device tensor; in a traced program of one that the host knows."""
+    """A CPU tensor with the values of a device tensor.
+
+    Raises:
+        TraceError: a traced value that the host does not know.
+    """
     buffer = buffer_of(tensor)
     if buffer.value is None and buffer.host is not None and recording.get() is None:
         if tensor.numel() == 0:
@@ -297,7 +301,7 @@ def _host_read_while_tracing(what: str) -> TraceError:
 
 
 def host_value(tensor: torch.Tensor) -> Any:
-    """The values of a CPU tensor that an op takes as it is: an input of the traced program if it is an argument of it."""
+    """The values of a CPU tensor that an op uses directly; the traced input if the tensor is an argument of the program."""
     argument = _argument(tensor)
     if argument is not None:
         return argument
@@ -306,7 +310,7 @@ def host_value(tensor: torch.Tensor) -> Any:
 
 
 def _argument(tensor: torch.Tensor) -> Any:
-    """The traced input that a CPU tensor stands for, or None."""
+    """The traced input of a CPU tensor that is an argument of the program; None for other tensors."""
     recorder = recording.get()
     return None if recorder is None else recorder.host_argument(tensor)
 
@@ -327,15 +331,15 @@ def _converted(value: Any, dtype: Any) -> Any:
 
 
 def like_placement(value: Any, dst: torch.Tensor) -> Any:
-    """Eagerly, a value written over an annotated tensor takes that tensor's sharding: `a.copy_(b)` keeps a's layout.
+    """Eagerly, reshard a value that is written over an annotated tensor to that tensor's sharding: `a.copy_(b)` keeps a's layout.
 
-    A parameter without annotation stays whole on every device, as in a compiled step: an update by a sharded gradient would
-    otherwise leave a bias in another layout after the first step than before it.
+    A parameter without annotation stays replicated, as in a compiled step. Otherwise an update by a sharded gradient would give
+    a bias another layout after the first step.
     """
     buffer = buffer_of(dst)
     if is_tracer(value) or not is_whole(dst, buffer):
         return value
-    if buffer.stored != buffer.shape:  # laid out when it is padded
+    if buffer.stored != buffer.shape:  # `padded` lays it out
         return value
     if buffer.annotation is not None:
         return moved(value, buffer.annotation.to_jax())
@@ -346,7 +350,10 @@ def like_placement(value: Any, dst: torch.Tensor) -> Any:
 
 
 def filled_sharding(self: torch.Tensor) -> Any:
-    """Where an operation that overwrites all of `self` eagerly should write, so that no device fills more than its shard."""
+    """Sharding for the result of an eager operation that overwrites all of `self`, so that each device fills only its shard.
+
+    None if `self` is not annotated, its storage is only partly overwritten, or a program is traced.
+    """
     buffer = buffer_of(self)
     annotation = buffer.annotation
     if annotation is None or annotation.mesh.topology is not None or recording.get() is not None or is_tracer(buffer.value):

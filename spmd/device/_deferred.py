@@ -1,10 +1,10 @@
-"""Operations that run later: a kernel may be handed to a queue, which answers with tensors that have no value yet.
+"""Deferred operations: a kernel call can be added to a queue, which returns tensors that have no value yet.
 
-    token = deferring.set(queue)      # from here on `queue.call(operation, args, kwargs)` is asked instead of running kernels
-    y = x * 2                         # y's buffer waits for the queue
-    y.cpu()                           # whoever reads a value runs what waits: `queue.run()`
+    token = deferring.set(queue)      # from here on `queue.call(operation, args, kwargs)` replaces running a kernel
+    y = x * 2                         # y's buffer is pending
+    y.cpu()                           # reading a value runs the pending operations: `queue.run()`
 
-It knows what a kernel is, and nothing of how a queue runs them (see `spmd/program/lazy`).
+This module defines the interface only. `spmd/program/lazy` implements the queue.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Kernel = Callable[..., Any]
 
 
 class Deferrer(Protocol):
-    """Takes operations."""
+    """A queue of operations."""
 
     def call(self, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `operation.kernel(*args, **kwargs)` returns, now or later."""
+        """Run `operation.kernel(*args, **kwargs)` now or later, and return its result, possibly with pending values."""
         ...
 
     def boundary(self) -> None:
@@ -33,7 +33,7 @@ class Deferrer(Protocol):
 
 
 class ByIdentity(NamedTuple):
-    """An argument of a deferrable kernel that stands for itself: an object without values of tensors, compared by identity."""
+    """An argument of a deferrable kernel that is compared by identity: an object that contains no tensor values."""
 
     value: Any
 
@@ -45,13 +45,13 @@ class Deferrable:
     """A kernel that a queue may run later.
 
     Attributes:
-        name: of the ATen operator.
-        kernel: takes device tensors, returns device tensors or containers of them; what else it returns follows from shapes, dtypes
-            and the arguments that are no tensors.
-        is_number: whether the argument of that position or name, a Python number, may be an array instead.
-        writes: it is an in-place form: its numbers are those of an update, which change from step to step.
-        needs_values: whether a call with these arguments must run now: its result's shape depends on values.
-        check: called with the arguments of every call, raises what values that the host knows make wrong.
+        name: name of the ATen operator.
+        kernel: takes device tensors and returns device tensors or containers of them. Any other result must depend only on shapes,
+            dtypes and arguments that are not tensors.
+        is_number: whether the Python number at a position or name may be replaced by an array.
+        writes: whether the operator works in place. Its numbers are those of an update, which change from step to step.
+        needs_values: whether a call with these arguments must run now because its result's shape depends on values.
+        check: called with the arguments of every call; raises if values that the host knows are invalid.
     """
 
     __slots__ = ("check", "is_number", "kernel", "name", "needs_values", "writes")
@@ -74,7 +74,7 @@ class Deferrable:
         self.check = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernel, or hand it to the queue."""
+        """Run the kernel, or add it to the queue."""
         if fork.is_bad:
             raise fork.error()
         queue = deferring.get()
@@ -84,7 +84,7 @@ class Deferrable:
 
 
 def end_step() -> None:
-    """Run what this thread's queue holds, if there is one; compiled calls begin with this."""
+    """End the step of this thread's queue, if there is one, which runs its operations. Compiled calls begin with this."""
     if fork.is_bad:
         raise fork.error()
     queue = deferring.get()

@@ -1,9 +1,9 @@
-"""Gradients of a few ops where torch's formula reads values on the host: `max()`, `median()`, `prod`, `cumprod`, filling with a value.
+"""Gradients of ops whose formula in torch reads values on the host: `max()`, `median()`, `prod`, `cumprod`, filling with a tensor.
 
-torch asks whether a value is NaN, where the zeros are, which elements a mask selects. A traced program has no values, and eager code
-would wait for them. The formulas here are torch's with `where` in place of its branches, in torch's own operators, so that they have
-gradients themselves. functorch, forward mode and tracers that are not jax's get torch's kernel, whose formulas read nothing for their
-tensors.
+torch's formulas branch on whether a value is NaN, where the zeros are, or which elements a mask selects. A traced program has no values,
+and eager code would wait for them. The formulas here use `where` instead of these branches. They consist of torch's operators, so they
+have gradients themselves. functorch, forward mode and tracers other than jax's get torch's kernel, whose formulas read no values for
+their tensors.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from spmd.base._torch import (
 )
 from spmd.lowering._registry import resolve
 
-Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (gradient of the result, self, result) -> that of self
+Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (gradient of the result, self, result) -> gradient of self
 
 
 def evenly(grad: torch.Tensor, self: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Of one element of `self`: equal parts to all elements that equal it, to the NaNs if it is NaN."""
+    """Gradient of an op that selects one element: split evenly over all elements equal to it, or over the NaNs if it is NaN."""
     mask = (self == result) | (self.isnan() & result.isnan())
     return torch.where(mask, grad / mask.sum(), torch.zeros_like(grad))
 
 
 def of_product(grad: torch.Tensor, self: torch.Tensor, result: torch.Tensor, dim: int, *, is_of_all: bool = False) -> torch.Tensor:
-    """Of a product along `dim`: `result / self`; what the other elements multiply to, if a zero is anywhere.
+    """Gradient of a product along `dim`: `grad * result / self`, or with the product of the other elements if there is any zero.
 
-    Where `is_of_all`, the product is that of a tensor's all elements: beside two zeros torch leaves nothing, not even of infinities.
+    Args:
+        is_of_all: the product is over all elements of a tensor. With two or more zeros torch's gradient is then zero everywhere,
+            even next to infinities.
     """
     zeros = self == 0
     has_zeros = zeros.any()
@@ -55,13 +57,16 @@ def of_product(grad: torch.Tensor, self: torch.Tensor, result: torch.Tensor, dim
 
 
 def of_running_product(grad: torch.Tensor, self: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
-    """Of running products along `dim`, in linear time as torch's: before the first zero, at it, and nothing behind it."""
+    """Gradient of a running product along `dim`, in linear time like torch's.
+
+    Elements before the first zero and the first zero itself have separate formulas; elements after it get zero.
+    """
     zeros = self == 0
     count = zeros.cumsum(dim)
     is_before, is_first, nothing = count == 0, zeros & (count == 1), torch.zeros_like(grad)
     weighted = torch.where(is_before, grad * result.conj(), nothing)
     before = weighted.flip(dim).cumsum(dim).flip(dim) / torch.where(is_before, self, torch.ones_like(self)).conj()
-    if torch.is_grad_enabled():  # a second derivative sees what lies behind a zero
+    if torch.is_grad_enabled():  # the second derivative is nonzero behind a zero
         return torch.where(zeros.any(), _of_running_product_again(grad, self, dim), before)
     without = torch.where(is_first, torch.ones_like(self), self).cumprod(dim).conj()
     first = torch.where(count == 1, grad * without, nothing).sum(dim, keepdim=True)
@@ -69,7 +74,10 @@ def of_running_product(grad: torch.Tensor, self: torch.Tensor, result: torch.Ten
 
 
 def _of_running_product_again(grad: torch.Tensor, self: torch.Tensor, dim: int) -> torch.Tensor:
-    """The same without a division: the product before an element, times the sum of `grad` behind it, each times what lies between."""
+    """The same gradient without division.
+
+    It is the product of the elements before position i, times the sum over j >= i of `grad[j]` times the product between i and j.
+    """
     size = self.shape[dim]
     one = torch.ones_like(self.narrow(dim, 0, 1))
     factor, total = torch.cat([self.narrow(dim, 1, size - 1), torch.zeros_like(one)], dim).conj(), grad
@@ -83,7 +91,7 @@ def _of_running_product_again(grad: torch.Tensor, self: torch.Tensor, dim: int) 
 
 
 class _Derived(torch.autograd.Function):
-    """One call of an op on autograd's tape, with a formula of this file."""
+    """A call of an op on autograd's tape, with a gradient formula from this file."""
 
     @staticmethod
     def forward(ctx: Any, self: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], formula: Formula) -> torch.Tensor:
@@ -100,7 +108,7 @@ class _Derived(torch.autograd.Function):
 
 
 def _kernel(op: OpOverload, formula: Callable[..., Formula]) -> Callable[..., Any]:
-    """The autograd kernel of `op`; `formula(self, *args)` is that of one call."""
+    """The autograd kernel of `op`; `formula(self, *args)` returns the gradient formula of one call."""
 
     def kernel(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if are_functorch_transforms_active() or _is_foreign(self):
@@ -118,14 +126,14 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
 
 
 def _torchs_own(op: OpOverload, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The kernel that torch has for every device without one of its own."""
+    """Call torch's kernel for devices that register none (key AutogradOther)."""
     keys = included_dispatch_keys()
     for tensor in pytree.tree_leaves((self, args)):
         if isinstance(tensor, torch.Tensor):
             keys = keys | dispatch_keys(tensor)
     keys = (keys - excluded_dispatch_keys()) & after_autograd_keyset
     for key in (DispatchKey.BackendSelect, *(() if op._schema.is_mutable else (DispatchKey.ADInplaceOrView,))):
-        keys = keys.remove(key)  # nothing is registered for these: the dispatcher passes over them, `redispatch` does not
+        keys = keys.remove(key)  # no kernel is registered for these; the dispatcher skips such keys, but `redispatch` does not
     return op.redispatch(keys.add(DispatchKey.AutogradOther), self, *args, **kwargs)
 
 
@@ -152,16 +160,16 @@ def _running_product(self: torch.Tensor, dim: int) -> Formula:
 
 
 def _cumprod_(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`tensor.cumprod_(dim)`: the new values are those of the out-of-place form, and so is their gradient."""
+    """`tensor.cumprod_(dim)`, computed by the out-of-place form, which also provides the gradient."""
     if are_functorch_transforms_active() or _is_foreign(self) or dtype not in (None, self.dtype):
         return _torchs_own(torch.ops.aten.cumprod_.default, self, dim, dtype=dtype)
-    return self.copy_((self.clone() if self.requires_grad else self).cumprod(dim))  # the gradient asks for what was there before
+    return self.copy_((self.clone() if self.requires_grad else self).cumprod(dim))  # the gradient needs the old values
 
 
 def _filling(op: OpOverload, mask_of: Callable[..., torch.Tensor | None]) -> Callable[..., Any]:
-    """The autograd kernel of an op that fills elements with a tensor's value, which has a gradient as `where` has it.
+    """The autograd kernel of an op that fills elements with the value of a tensor, differentiated like `where`.
 
-    `mask_of(self, *args)` says which elements; None where torch's own kernel knows better.
+    `mask_of(self, *args)` returns a mask of the filled elements, or None to use torch's own kernel.
     """
     is_in_place = op._schema.is_mutable
     position = [a.name for a in op._schema.arguments].index("value" if "fill" in op.name() else "values")
@@ -179,7 +187,7 @@ def _filling(op: OpOverload, mask_of: Callable[..., torch.Tensor | None]) -> Cal
 
 
 def _put(self: torch.Tensor, indices: list[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False) -> torch.Tensor | None:
-    """The elements of `x[mask] = value` for a mask and one value."""
+    """Mask of the elements that `x[mask] = value` fills; None if the index is not one mask or there are several values."""
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
         return None
@@ -187,13 +195,13 @@ def _put(self: torch.Tensor, indices: list[torch.Tensor | None], values: torch.T
 
 
 def _mask_along(self: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Which elements lie at `index` along `dim`, broadcast against `self`."""
+    """Mask, broadcastable to `self`, of the elements at `index` along `dim`."""
     mask = torch.zeros(self.shape[dim], dtype=torch.bool, device=self.device).index_fill(0, index, True)
     return mask.reshape([-1 if i == dim % self.dim() else 1 for i in range(self.dim())])
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """Autograd kernel by overload name."""
+    """Autograd kernels by overload name."""
     made = {name: _kernel(resolve(name), lambda self: evenly) for name in ("max", "min", "median", "nanmedian")}
     made["prod"] = _kernel(resolve("prod"), _product_of_all)
     made["prod.dim_int"] = _kernel(resolve("prod.dim_int"), _product)

@@ -1,9 +1,9 @@
-"""Device tensors through DLPack: a copy on the host, made when it is asked for; never an address without memory.
+"""DLPack export of device tensors, as copies on the host. A capsule never contains an address without memory.
 
-    np.from_dlpack(x)                   # the values of now, read-only
+    np.from_dlpack(x)                   # the current values, read-only
     torch.from_dlpack(x)                # a CPU tensor
 
-As with `x.cpu()`, later writes to either side do not reach the other; a consumer that insists on no copy is refused.
+As with `x.cpu()`, later writes to either side do not reach the other. A consumer that forbids a copy gets an error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spmd.device._copy import to_host
 from spmd.patches._table import current, replace
 
 _CPU = (1, 0)  # kDLCPU, number 0
-_READ_ONLY_SINCE = (1, 0)  # the first version whose capsules can say that they are
+_READ_ONLY_SINCE = (1, 0)  # the first DLPack version with a read-only flag
 
 
 def register() -> None:
-    """Have DLPack's methods and torch's functions for it answer for tensors of device 'jax'."""
+    """Patch DLPack's methods and torch's DLPack functions to support tensors of device 'jax'."""
     replace("torch.Tensor.__dlpack__", dlpack)
     replace("torch.Tensor.__dlpack_device__", dlpack_device)
     for target in ("torch.to_dlpack", "torch.utils.dlpack.to_dlpack", "torch._C._to_dlpack"):
@@ -34,13 +34,13 @@ def register() -> None:
 def dlpack(
     self: torch.Tensor, *, stream: Any = -1, max_version: Any = None, dl_device: Any = None, copy: bool | None = None, **more: Any
 ) -> Any:
-    """`tensor.__dlpack__()`: a capsule over a host copy; read-only where the consumer understands that.
+    """`tensor.__dlpack__()`: a capsule of a host copy, read-only if the consumer's version supports that.
 
     Args:
-        more: `read_only`, which torch 2.14 brought.
+        more: `read_only`, which torch 2.14 added.
 
     Raises:
-        BufferError: the tensor requires grad, or what is asked for is not a copy on the host.
+        BufferError: the tensor requires grad, or the consumer asks for a stream, another device or no copy.
     """
     if self.device.type != "jax":
         return _torchs_dlpack(self, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy, **more)
@@ -50,7 +50,7 @@ def dlpack(
 
 
 def dlpack_device(self: torch.Tensor) -> Any:
-    """`tensor.__dlpack_device__()`: the host, where the copy will be."""
+    """`tensor.__dlpack_device__()`: the CPU, because the export is a copy on the host."""
     return _torchs_dlpack_device(self) if self.device.type != "jax" else (torch.utils.dlpack.DLDeviceType.kDLCPU, 0)
 
 
@@ -74,7 +74,7 @@ def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool 
     if copy is False or (dl_device is not None and tuple(dl_device) != _CPU):
         raise BufferError(
             message(
-                "the memory of a tensor on device 'jax' cannot be handed out",
+                "the memory of a tensor on device 'jax' cannot be exported",
                 *called_at(),
                 "DLPack gets a copy on the host; " + ("copy=False was asked for" if copy is False else f"device {dl_device} was asked for"),
                 fix="leave out copy= and device=, or pass tensor.cpu()",
@@ -85,7 +85,7 @@ def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool 
         return _torchs_dlpack(host, max_version=max_version, **more)
     if max_version is None or tuple(max_version) < _READ_ONLY_SINCE:
         return _torchs_to_dlpack(host)
-    if host.dtype == torch.bfloat16 or (host.dtype.itemsize == 1 and host.dtype.is_floating_point):  # unknown to numpy
+    if host.dtype == torch.bfloat16 or (host.dtype.itemsize == 1 and host.dtype.is_floating_point):  # numpy does not have these dtypes
         return _torchs_to_dlpack_versioned(host)
     array = host.numpy()
     array.flags.writeable = False

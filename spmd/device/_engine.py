@@ -1,17 +1,16 @@
-"""The autograd engine as it is for this device: backward runs on the thread that called it, and an exception in a gradient
-hook comes out there.
+"""The autograd engine for this device: backward runs on the calling thread, and exceptions in gradient hooks reach the caller.
 
-    w.register_hook(hook)      # of a tensor, a node, an accumulator, a module, saved tensors: C++ calls it
-    loss.backward()            # raises what `hook` raises, with its traceback
+    w.register_hook(hook)      # also hooks of nodes, accumulators, modules and saved tensors: C++ calls them
+    loss.backward()            # raises the exception of `hook`, with its traceback
 
-Note [Exceptions in gradient hooks]. C++ leaves Python's error indicator set when a hook raises, and unwinds. A stream guard
-stands in the way (PyTorch gives every device of this kind streams), whose destructor asks our device guard for the device's
-type, in Python. A call that succeeds while the indicator is set is an error to Python, and an error in a destructor ends the
-process. So `type_` takes the exception away first. The engine then stops as it does for any exception, only that
-`run_backward` finds none and Python says SystemError; there the exception that was kept is raised.
+Note [Exceptions in gradient hooks]. When a hook raises, C++ leaves Python's error indicator set and unwinds. PyTorch gives every
+device of this kind streams, so the unwinding destroys a stream guard, whose destructor calls our device guard's `type_` in Python.
+Python treats a call that succeeds while the indicator is set as an error, and an error in a destructor ends the process. `type_`
+therefore clears the indicator and keeps the exception. The engine then stops as for any exception, but `run_backward` returns
+without one, and Python raises SystemError. `Engine.run_backward` catches it and raises the exception that was kept.
 
-Which backward an exception belongs to is known by its thread: with multithreading on, all backwards share one of the engine's
-own. Backward on the caller's thread is also what CPU tensors have, so that hooks see the thread's own state.
+The kept exceptions are keyed by thread. Backward must therefore run on the calling thread: with multithreading on, all backwards
+share one thread of the engine. CPU tensors also run backward on the calling thread, so hooks see that thread's state.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from typing import Any
 from spmd.base._torch import DummyDeviceGuard, ImperativeEngine, is_multithreading_enabled, set_multithreading_enabled
 from spmd.patches._table import current, replace
 
-# Of ctypes' functions of Python itself: when the error indicator is set after the call, the call raises that error.
+# A function of `ctypes.pythonapi` raises the pending error if the error indicator is set after the call.
 _raise_what_is_set: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_Occurred", ctypes.pythonapi))
 _PRIVATE_USE_1: Any = DummyDeviceGuard().type_()
-_raised: dict[int, BaseException] = {}  # by thread: taken from C++, not yet raised by the backward it belongs to
+_raised: dict[int, BaseException] = {}  # by thread: exceptions kept by `type_`, not yet raised by `run_backward`
 
 
 class DeviceGuard(DummyDeviceGuard):
-    """What C++ asks for the type of its current device. See Note [Exceptions in gradient hooks]."""
+    """Device guard that keeps a pending exception when C++ calls `type_`. See Note [Exceptions in gradient hooks]."""
 
     def type_(self) -> Any:
         try:
@@ -42,7 +41,7 @@ class DeviceGuard(DummyDeviceGuard):
 
 
 class Engine(ImperativeEngine):
-    """PyTorch's engine, on the caller's thread, raising what a hook raised."""
+    """PyTorch's engine, run on the calling thread; it raises the exceptions of hooks."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         thread, threads_before = get_ident(), is_multithreading_enabled()
@@ -52,15 +51,15 @@ class Engine(ImperativeEngine):
             return super().run_backward(*args, **kwargs)
         except SystemError:
             raised = _raised.pop(thread, None)
-            if raised is None:  # also of backwards in backwards, 60 deep, which run on other threads: so it is with CPU tensors
+            if raised is None:  # also for backwards nested 60 deep, which run on other threads; CPU tensors raise SystemError there too
                 raise
         finally:
             set_multithreading_enabled(threads_before)
-        raise raised  # out here it keeps its own context
+        raise raised  # outside the except block it keeps its own __context__
 
 
 def register() -> None:
-    """Make this PyTorch's engine."""
+    """Install `Engine` as PyTorch's autograd engine."""
     engine = current("torch.autograd.Variable._execution_engine")
     assert type(engine) is ImperativeEngine, f"the autograd engine is {type(engine)}: another package has replaced it"
     replace("torch.autograd.Variable._execution_engine", Engine())

@@ -1,6 +1,6 @@
-"""Values behind an optimization barrier: XLA does not trace them back to what they were, nor compute them before all of it is there.
+"""Optimization barriers: XLA neither simplifies across a barrier nor uses a value behind it before all values before it are computed.
 
-In a program, that is: where operations wait for one, a barrier waits with them; run one by one, there is nothing to fence.
+A barrier has an effect only in a program. While operations are deferred it is deferred too; in eager code it does nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from spmd.device._storage import load, recording, wrap
 
 
 def is_fencing() -> bool:
-    """Whether what runs here becomes a program: of a trace, or of operations that wait."""
+    """Whether operations called now become part of a program, because they are traced or deferred."""
     return recording.get() is not None or is_tracing() or deferring.get() is not None
 
 
 def fenced(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """New tensors, without gradients, with the values of device tensors behind one barrier; the same ones where nothing is compiled."""
+    """New tensors, without gradients, with the values of the device tensors behind one barrier; in eager code the same tensors."""
     return _fenced(list(tensors)) if tensors and is_fencing() else list(tensors)
 
 

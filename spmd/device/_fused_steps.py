@@ -1,7 +1,7 @@
-"""What `torch.amp.GradScaler` and optimizers with `fused=True` call: one ATen op that writes lists of tensors in place.
+"""Kernels for `torch.amp.GradScaler` and optimizers with `fused=True`: each ATen op updates lists of tensors in place.
 
-They compute as torch's CPU kernels do, in float32 for 16-bit parameters, and numbers of a whole step in float64. With `found_inf` set
-nothing is written.
+They follow torch's CPU kernels: float32 for 16-bit parameters, float64 for the numbers of a step. If `found_inf` is set, nothing
+is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmd.patches._table import current, replaced
 
 
 def unscale(self: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """`_amp_foreach_non_finite_check_and_unscale_`: gradients times `inv_scale`; `found_inf` is 1 where one was not finite."""
+    """`_amp_foreach_non_finite_check_and_unscale_`: multiply gradients by `inv_scale`; set `found_inf` to 1 if one is not finite."""
     with exact_dtypes():
         factor, found = load(inv_scale), load(found_inf)
         for grad in self:
@@ -37,7 +37,7 @@ def unscale(self: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.
 def update_scale(
     self: torch.Tensor, growth_tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> torch.Tensor:
-    """`_amp_update_scale_`: less after an overflow, more after `interval` steps without one."""
+    """`_amp_update_scale_`: decrease the scale after an overflow, increase it after `interval` steps without one."""
     with exact_dtypes():
         scale, tracker, overflowed = load(self), load(growth_tracker), load(found_inf).reshape(()) > 0
         steps = tracker + 1
@@ -49,7 +49,7 @@ def update_scale(
 
 
 def adam(decoupled: bool) -> Callable[..., None]:
-    """The kernel of `_fused_adam_`, or of `_fused_adamw_` where weight decay is `decoupled`."""
+    """The kernel of `_fused_adam_`, or of `_fused_adamw_` if weight decay is `decoupled`."""
 
     def kernel(
         self: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, max_exp_avg_sqs: Any, state_steps: Any, *, lr: Any, beta1: Any, beta2: Any,
@@ -110,11 +110,11 @@ def adagrad(
 
 
 NUMBERS = frozenset({"lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay"})
-"""Hyperparameters that the kernels of optimizers take as numbers or as 0-dim arrays."""
+"""Hyperparameters that the optimizer kernels take as numbers or as 0-dim arrays."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """Kernel by overload name."""
+    """Kernels of this module by overload name."""
     made: dict[str, Callable[..., Any]] = {
         "_amp_foreach_non_finite_check_and_unscale_": unscale,
         "_amp_update_scale_": update_scale,
@@ -126,7 +126,10 @@ def kernels() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def called_directly() -> Generator[None]:
-    """While active, torch's optimizers hand learning rates to these kernels as they are: C++ asks for numbers that the host knows."""
+    """While active, torch's optimizers call these kernels directly, so that hyperparameters may be values only the device knows.
+
+    The C++ bindings accept only numbers that are known on the host.
+    """
     with ExitStack() as stack:
         for name, kernel in (("sgd", sgd), ("adam", adam(False)), ("adamw", adam(True)), ("adagrad", adagrad)):
             torchs = current(f"torch._fused_{name}_")
@@ -154,12 +157,12 @@ def _number(value: Any) -> Any:
 
 
 def _correction(beta: Any, step: Any) -> Any:
-    """`1 - beta ** step` (float64[]), which loses digits of 32-bit floats; computed once for parameters that share a counter."""
+    """`1 - beta ** step`, float64[] because float32 loses digits here; computed once for parameters that share a step counter."""
     return once("bias correction", (beta, step), lambda: 1 - power(jnp.asarray(beta, jnp.float64), step.astype(jnp.float64)))
 
 
 def _as(like: Any, number: Any) -> Any:
-    """A number in the dtype that is computed in: one of the device has 64 bits, as Python's have, and would widen all else."""
+    """The number in the dtype of `like`. A number on the device is float64, like Python's, and would promote the whole update."""
     return number.astype(like.dtype) if isinstance(number, jax.Array) else number
 
 

@@ -1,14 +1,14 @@
-"""`torch.Generator(device="jax")`: a random stream of its own, passed to random operators as `generator=`.
+"""`torch.Generator(device="jax")`: a separate random stream that random operators take as `generator=`.
 
-Its n-th draw after `manual_seed(s)` is the device stream's n-th draw after `torch.manual_seed(s)`. Seed and count of draws are a
-device tensor, so a compiled function that draws from a generator takes its state in and hands it on, like any other state.
+Its n-th draw after `manual_seed(s)` equals the device stream's n-th draw after `torch.manual_seed(s)`. The seed and the number of
+draws are a device tensor. A compiled function that draws from a generator therefore reads and updates it like any other state.
 
     rng = torch.Generator(device="jax").manual_seed(0)
     x = torch.randn(4, device="jax", generator=rng)
 
-C++ can make no generator for a device written in Python. This one is a subclass whose C++ part, a CPU generator, serves to recognise
-it: operators get a new Python wrapper around that part, not the object itself. An operator on the CPU that is given it cannot be
-stopped; it draws from that part, which `manual_seed` seeds too.
+C++ cannot create a generator for a device written in Python. `DeviceGenerator` is a subclass whose C++ part is a CPU generator.
+Operators receive a new Python wrapper around the C++ part, so the address of that part identifies the generator. A CPU operator
+cannot be prevented from accepting it; it draws from the CPU generator, which `manual_seed` seeds too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spmd.device._storage import load, store, wrap_host
 
 
 class DeviceGenerator(torch.Generator):
-    """A generator of device 'jax'; what `torch.Generator(device="jax")` makes."""
+    """A generator on device 'jax', as returned by `torch.Generator(device="jax")`."""
 
     def __init__(self) -> None:
         self._seed = super().initial_seed()  # torch's default: the same for every new generator
@@ -39,12 +39,12 @@ class DeviceGenerator(torch.Generator):
         return torch.device("jax", 0)
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
-        """Start anew from `seed` (64 bits)."""
+        """Restart the stream from `seed` (64 bits)."""
         self._set(_random_stream.RandomStream(seed))
         return self
 
     def seed(self) -> int:
-        """Start anew from a seed that the operating system draws; returns it."""
+        """Restart the stream from a seed drawn by the operating system, and return that seed."""
         self.manual_seed(torch.Generator().seed())
         return self._seed
 
@@ -52,14 +52,14 @@ class DeviceGenerator(torch.Generator):
         return self._seed
 
     def get_state(self) -> torch.Tensor:
-        """Seed and count of draws: a CPU byte tensor of 16 elements, the form of `torch.jax.get_rng_state`."""
+        """Seed and number of draws, as a CPU byte tensor of 16 elements like that of `torch.jax.get_rng_state`."""
         return self._words.cpu().view(torch.uint8)
 
     def set_state(self, _new_state: torch.Tensor) -> DeviceGenerator:
-        """Continue from a state that `get_state` returned.
+        """Continue from a state returned by `get_state`.
 
         Raises:
-            SpmdError: it is no such state.
+            SpmdError: the tensor is not such a state.
         """
         stream = _random_stream.RandomStream(0)
         stream.set_state(_new_state)
@@ -67,7 +67,7 @@ class DeviceGenerator(torch.Generator):
         return self
 
     def clone_state(self) -> DeviceGenerator:
-        """A new generator that goes on from where this one is."""
+        """A new generator with the current state of this one."""
         return DeviceGenerator().set_state(self.get_state())
 
     def __reduce__(self) -> Any:
@@ -93,7 +93,7 @@ class DeviceGenerator(torch.Generator):
 
 
 def made(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    """`__call__` of the metaclass that `torch.Generator` has: for device 'jax' a `DeviceGenerator`, else what it was."""
+    """`__call__` of `torch.Generator`'s metaclass: a `DeviceGenerator` for device 'jax', otherwise torch's own generator."""
     device = kwargs.get("device", args[0] if args else None)
     if cls is torch.Generator and device is not None and torch.device(device).type == "jax":
         require_only_device(torch.device(device).index)
@@ -102,10 +102,10 @@ def made(cls: type, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def next_key(generator: Any = None) -> Any:
-    """Key data (uint32[2]) of the next draw from the generator, or from the device's own stream; advances it.
+    """Key data (uint32[2]) of the next draw from `generator`, or from the device's default stream if it is None. Advances the stream.
 
     Raises:
-        SpmdError: the generator is another device's.
+        SpmdError: the generator belongs to another device.
     """
     if generator is None:
         return _random_stream.next_key()
@@ -122,7 +122,7 @@ def next_key(generator: Any = None) -> Any:
 
 
 def _address(generator: torch.Generator) -> int:
-    """Of the C++ part, which all Python wrappers of one generator share."""
+    """Address of the C++ part, which all Python wrappers of a generator share."""
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 

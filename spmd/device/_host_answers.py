@@ -1,4 +1,4 @@
-"""What the host can say of a traced value: one that follows from constants, or from inputs that the host knows (see `_uploaded`)."""
+"""Traced values that are known on the host, because they follow from constants or from inputs that the host knows (see `_uploaded`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from spmd.device._storage import recording
 
 
 def host_answer(value: Any) -> np.ndarray[Any, Any] | None:
-    """A traced value on the host; None if only the program will have it, or nothing is traced.
+    """The value of a traced array on the host; None if only the program can compute it, or nothing is being traced.
 
-    Where inputs have part in it, the program holds for calls in which the same comes out.
+    If the value depends on inputs, the program gets a guard: it serves only calls with the same value.
     """
     recorder = recording.get()
     if recorder is None:

@@ -1,10 +1,10 @@
-"""Indices out of bounds: of values that the host knows always, of others where a program, or the process, asks for it.
+"""Checks for indices out of bounds. Indices that the host knows are always checked, others only on request.
 
     spmd.compile(step, check_indices=True)       # or spmd.configure(check_indices=True), for eager operations too
 
-The host knows what it has sent to the devices (`_uploaded`); in a program, of arguments and views of them, before every call.
-The device cannot raise: a read outside is clipped, a write outside is dropped. A check there is the largest and the smallest index;
-what they say is raised as other checks are, when something is read.
+The host knows the values that it has sent to the devices (`_uploaded`). In a program these are arguments and views of them, which
+are checked before every call. The device cannot raise: an out-of-bounds read is clipped, and an out-of-bounds write is dropped. A
+check on the device computes the largest and the smallest index; a failure is raised like that of other checks, at the next read.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ _is_asked: ContextVar[bool | None] = ContextVar("whether indices that only the d
 
 @dataclass(frozen=True)
 class Bound:
-    """What the elements of one index tensor must be: from -size, or 0, to size - 1, or `ignored`.
+    """Valid range for the elements of one index tensor.
 
     Attributes:
+        index: the index tensor.
+        size: size of the indexed dim; valid elements are less than it.
         text: CPU torch's message, in which `{}` stands for the index.
+        kind: class of CPU torch's exception.
+        takes_negative: whether elements from -size on are valid; otherwise from 0 on.
+        ignored: a value that is always valid.
+        fix: fix that the error of a check on the device suggests.
     """
 
     index: torch.Tensor
@@ -47,10 +53,15 @@ class Bound:
     kind: type[Exception] = IndexError
     takes_negative: bool = False
     ignored: int | None = None
-    fix: str = "clamp the index, or mask what it stands for, before this line"
+    fix: str = "clamp the index, or mask invalid elements, before this line"
 
     def found(self, lib: Any, index: Any) -> Any:
-        """An index that is out of bounds, or 0; as 0 itself may be, the largest number stands for it."""
+        """An index that is out of bounds, or 0 if there is none. `_checks.ZERO` stands for an index 0 that is out of bounds.
+
+        Args:
+            lib: numpy or jax.numpy.
+            index: the elements of the index tensor.
+        """
         index = lib.asarray(index, np.int64)
         if self.ignored is not None:
             index = lib.where(index == self.ignored, 0, index)
@@ -64,14 +75,14 @@ Bounds = Callable[[dict[str, Any]], Iterator[Bound]] | Callable[[dict[str, Any]]
 
 
 def are_checked() -> bool:
-    """Whether operations check indices that only the device knows."""
+    """Whether operations check indices whose values only the device knows."""
     asked = _is_asked.get()
     return in_force.check_indices if asked is None else asked
 
 
 @contextmanager
 def checked(is_asked: bool | None) -> Generator[None]:
-    """While active, operations check indices that only the device knows, or do not; None: as `spmd.configure` says."""
+    """While active, operations check indices whose values only the device knows, or do not; None: the setting of `spmd.configure`."""
     token = _is_asked.set(is_asked)
     try:
         yield
@@ -80,10 +91,13 @@ def checked(is_asked: bool | None) -> Generator[None]:
 
 
 def check(bounds: Bounds, op: str, named: dict[str, Any], *, of_host: bool = False) -> None:
-    """Check the indices of a call of an op with the arguments `named`; `of_host`: only those that the host knows.
+    """Check the indices of a call of `op` with the arguments `named`.
+
+    Args:
+        of_host: check only indices whose values the host knows.
 
     Raises:
-        IndexError, RuntimeError: an index that the host knows is out of bounds, as CPU torch says it.
+        IndexError, RuntimeError: an index that the host knows is out of bounds; class and message are CPU torch's.
     """
     for bound in bounds(named):
         index = bound.index
@@ -112,7 +126,7 @@ def _check_values(refused: Refused, op: str, *, of_host: bool) -> None:
 
 
 def _known(index: torch.Tensor) -> Any:
-    """The values of an index that the host knows and no program is made for, or None."""
+    """The values of an index if they are known on the host and are not an input of a traced program; else None."""
     if index.device.type != "jax":
         return host_array(index)
     buffer = buffer_of(index)
@@ -128,20 +142,20 @@ def _require_inside(bound: Bound, values: np.ndarray[Any, Any], *details: str) -
         return
     outside = bound.found(np, values)
     if outside:
-        said = bound.text.format(_shown(outside))
+        what = bound.text.format(_shown(outside))
         fix = "compare the index with the size before the call"
-        raise bound.kind(message(said, *details, fix=fix) if details else said)
+        raise bound.kind(message(what, *details, fix=fix) if details else what)
 
 
 def _check_each_call(bound: Bound) -> None:
     recorder = recording.get()
     if recorder is not None:
-        alone, at = replace(bound, index=torch.empty(0)), f"called at {user_line()}"  # the program holds no argument
+        alone, at = replace(bound, index=torch.empty(0)), f"called at {user_line()}"  # the program must not keep the argument alive
         recorder.each_call(bound.index, lambda values: _require_inside(alone, values, at))
 
 
 def _host_view(tensor: torch.Tensor, host: Any) -> Any:
-    """The values of a tensor whose storage is still on the host, perhaps as one number that is repeated."""
+    """The values of a tensor whose storage is still on the host, perhaps as one repeated number."""
     if host.shape == tuple(tensor.shape) and tensor.is_contiguous():
         return host
     host = np.ascontiguousarray(host)
@@ -167,20 +181,20 @@ def _shown(outside: Any) -> int:
 
 
 def _along(text: str, kind: type[Exception], takes_negative: bool = False) -> Callable[[dict[str, Any]], Iterator[Bound]]:
-    """An op with `self`, `dim` and `index`."""
+    """Bounds of an op with the arguments `self`, `dim` and `index`."""
 
     def bounds(named: dict[str, Any]) -> Iterator[Bound]:
         self, dim = named["self"], named["dim"]
         if self.dim():
             size = self.shape[dim]
-            said = text.replace("{dim}", str(dim % self.dim())).replace("{size}", str(size))
-            yield Bound(named["index"], size, said, kind, takes_negative)
+            what = text.replace("{dim}", str(dim % self.dim())).replace("{size}", str(size))
+            yield Bound(named["index"], size, what, kind, takes_negative)
 
     return bounds
 
 
 def _by_list(named: dict[str, Any]) -> Iterator[Bound]:
-    """`x[i, j]`: a list of index tensors, None for a whole dim."""
+    """Bounds of `x[i, j]`, where `indices` is a list of index tensors, None for a whole dim."""
     dim = 0
     for index in named["indices"]:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -243,7 +257,7 @@ BOUNDS: dict[str, Callable[[dict[str, Any]], Iterator[Bound]]] = {
 
 
 def bounds_of(op: OpOverload) -> Bounds | None:
-    """What an op requires of the values that it is given; None: nothing."""
+    """The requirements of an op on the values of its arguments; None if there are none."""
     name = op.name().partition("::")[2]
     return REFUSED.get(name) or BOUNDS.get(name.partition(".")[0])
 

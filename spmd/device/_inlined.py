@@ -1,4 +1,4 @@
-"""Functions of arrays inside a trace: what one recorded for arrays of the same kind is recorded again, and not traced again."""
+"""Functions of arrays that a trace records from a cached jaxpr instead of calling them again for arrays of the same type."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import jax
 from spmd.base._jax import ToInline, recording_trace, tracing_context, with_traces
 from spmd.base._open_sizes import are_sizes_open
 
-_MOST = 4096  # kinds of arguments of one function; all are forgotten when there are more
+_MAX_ENTRIES = 4096  # cached jaxprs per function; the cache is cleared when it is full
 
 
 _all: weakref.WeakSet[Inlined] = weakref.WeakSet()
 
 
 class Inlined:
-    """`jax.jit(fn, inline=True)`, at a fifth of the time of a call inside a trace; elsewhere it is that.
+    """`jax.jit(fn, inline=True)` whose calls inside a trace take a fifth of the time. Outside a trace it calls the jitted function.
 
-    `fn` may depend on nothing but its arguments, what jax itself keeps jaxprs by, and whether sizes are open.
+    `fn` may depend only on its arguments, on the context that jax includes in its jaxpr cache keys, and on whether sizes are open.
 
     Attributes:
-        jitted: that function of jax.
+        jitted: `jax.jit(fn, inline=True)`.
     """
 
     __slots__ = ("__weakref__", "_fn", "_known", "_static", "jitted")
 
     def __init__(self, fn: Callable[..., Any], static: tuple[int, ...] = ()) -> None:
-        """`static`: positions of arguments that are no arrays."""
+        """`static`: positions of arguments that are not arrays."""
         self._fn = fn
         self._static = static
         self.jitted = jax.jit(fn, static_argnums=static, inline=True)
@@ -37,24 +37,24 @@ class Inlined:
         _all.add(self)
 
     def __call__(self, *args: Any) -> Any:
-        """Arrays and containers of them."""
+        """Call the function with arrays and pytrees of them."""
         trace = recording_trace()
         if trace is None:
             return self.jitted(*args)
         static = self._static
         leaves, tree = jax.tree.flatten([arg for i, arg in enumerate(args) if i not in static] if static else args)
-        if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # numbers of Python and numpy, which jax makes its own first
-            return self._fn(*args) if are_sizes_open() else self.jitted(*args)  # jax keeps no two jaxprs for these
+        if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # Python and numpy numbers, which jax converts first
+            return self._fn(*args) if are_sizes_open() else self.jitted(*args)  # jax's cache key does not include open sizes
         key = (tree, tracing_context(), are_sizes_open(), *map(jax.typeof, leaves), *(args[i] for i in static))
         known = self._known.get(key)
         if known is None:
-            if len(self._known) == _MOST:
+            if len(self._known) == _MAX_ENTRIES:
                 self._known.clear()
             known = self._known[key] = self._recorded(args, leaves, tree)
         return known[1].unflatten(known[0](trace, leaves))
 
     def _recorded(self, args: tuple[Any, ...], leaves: list[Any], tree: Any) -> tuple[ToInline, Any]:
-        """What the function records for these arguments, and how its results are put together."""
+        """The function's jaxpr for these arguments, and the pytree structure of its results."""
         trees: list[Any] = []
 
         def run(*leaves: Any) -> list[Any]:
@@ -66,7 +66,7 @@ class Inlined:
         return ToInline(jax.make_jaxpr(run)(*leaves)), trees[0]
 
     def forget(self) -> None:
-        """Keep nothing that was recorded."""
+        """Clear the cache."""
         self._known.clear()
 
 

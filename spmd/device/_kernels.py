@@ -1,8 +1,8 @@
-"""Installs the lowerings as PyTorch kernels of device 'jax', and what follows from them.
+"""Installs the lowerings as PyTorch kernels of device 'jax', together with the kernels derived from them.
 
-For each lowering: the functional kernel; the in-place and `out=` forms, found by matching ATen schemas; for composites an
-autograd kernel beside it. An op without a lowering goes through torch's own decomposition table; without one it raises.
-It knows no op by name except the handful that move values or make views.
+Each lowering provides the functional kernel, the in-place and `out=` forms (found by matching ATen schemas), and an autograd kernel
+if it is a composite. An op without a lowering uses torch's decomposition table; an op without either raises. Only the few ops that
+move values or make views are named here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spmd.lowering import Lowering, lookup, lowerings
 from spmd.lowering._registry import is_composite, listen
 
 _SPECIAL = {
-    # asked by nn.TransformerEncoder whether padding may become a nested tensor, which this device does not have
+    # nn.TransformerEncoder calls it to decide whether padding may become a nested tensor, which this device does not support
     "_nested_tensor_from_mask_left_aligned": lambda t, mask: False,
     "empty.memory_format": _copy.empty_memory_format,
     "empty_strided": _copy.empty_strided,
@@ -51,32 +51,32 @@ _SPECIAL = {
     "_assert_async.msg": _asserted.assert_async,
     "as_strided_scatter": _copy.as_strided_scatter,
 }
-# composites that do more than differentiate their rule
+# composites whose autograd kernel does more than differentiate the rule
 _WHOLE = {"scaled_dot_product_attention": Attention}
-# ops that repeat one number, which is given here or is the argument `fill_value`
+# ops that fill a tensor with one number: this one, or the argument `fill_value` if it is None
 _FILLED = {"zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1, "full": None, "full_like": None}
 
 
 # Note [Which mechanism serves an operator]
-# The first of these that has the overload. `Installed.by` says which one it was, `spmd ops NAME` prints it.
+# An overload is served by the first of these mechanisms that supports it. `Installed.by` records it, and `spmd ops NAME` prints it.
 MECHANISMS = {
     "device": "a kernel of the device itself: moves, copies, reads values (`_SPECIAL`, `resize_`)",
     "view": "PyTorch's own strides on the shared storage (`_aliases`)",
-    "strides": "a kernel that sees the strides of its tensors (`_strided_linalg`)",
-    "filled": "one number repeated, with no memory until it is used (`_FILLED`)",
-    "whole": "a rule of the table of lowerings, kept as one call of jax with jax's gradient (`whole=True`)",
+    "strides": "a kernel that reads the strides of its tensors (`_strided_linalg`)",
+    "filled": "one repeated number, with no memory until it is used (`_FILLED`)",
+    "whole": "a rule of the lowering table, run as one call of jax with jax's gradient (`whole=True`)",
     "in place": "a rule whose result is the new value of its first argument",
-    "rule": "a rule of the table of lowerings; the gradient is PyTorch's formula",
+    "rule": "a rule of the lowering table; the gradient is PyTorch's formula",
     "derived": "the in-place or `out=` form of an overload that has a rule",
     "composite": "PyTorch's C++ calls other operators",
     "decomposition": "PyTorch's Python decomposition into other operators, or the functional form of an overload that writes",
 }
 
 
-# Mechanisms whose kernels may run later. The others make views, or tensors that take no memory before their first use.
+# Mechanisms whose kernels may be deferred. The others make views, or tensors without memory before their first use.
 DEFERRED = frozenset({"device", "strides", "whole", "in place", "rule", "derived"})
-# Kernels of the device that answer now: with a value, with nothing, or with a tensor that has no memory yet.
-_NOW = frozenset(
+# Kernels of the device that are never deferred: they return a Python value, nothing, or a tensor that has no memory yet.
+_NEVER_DEFERRED = frozenset(
     {
         *("_nested_tensor_from_mask_left_aligned", "empty.memory_format", "empty_strided", "empty_like", "new_empty_strided"),
         *("_local_scalar_dense", "equal", "one_hot", "_assert_async", "_assert_async.msg", "resize_", "as_strided_scatter"),
@@ -86,7 +86,7 @@ _NOW = frozenset(
 
 
 def deferrable(name: str, kernel: Any) -> Deferrable:
-    """The kernel of overload `name` as one that a queue may run later."""
+    """Wrap the kernel of overload `name` so that a queue may run it later."""
     adapter = getattr(kernel, "adapter", kernel)
     writes = name.partition(".")[0].endswith("_")
     if name.startswith("_fused_"):
@@ -98,10 +98,10 @@ def deferrable(name: str, kernel: Any) -> Deferrable:
 
 
 class Installed:
-    """The kernels of one process. Keeps torch's `Library` objects alive: dropping one would unregister its kernels.
+    """The kernels of one process. Keeps torch's `Library` objects alive, because freeing one would unregister its kernels.
 
     Attributes:
-        by: the mechanism of each overload that has a kernel of ours, a key of `MECHANISMS`.
+        by: mechanism, a key of `MECHANISMS`, of each overload that this package has a kernel for.
     """
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class Installed:
         self.by: dict[str, str] = {}
 
     def add(self, op_name: str, kernel: Any, key: str = "PrivateUse1", by: str = "rule") -> None:
-        """Register `kernel` for an overload such as `add.Tensor`; a second one for the same key is our own mistake."""
+        """Register `kernel` for an overload such as `add.Tensor`. It must be the first one for this dispatch key."""
         assert (op_name + key) not in self.kernels, f"two kernels for {op_name} on {key}"
-        if key == "PrivateUse1" and by in DEFERRED and op_name not in _NOW:
+        if key == "PrivateUse1" and by in DEFERRED and op_name not in _NEVER_DEFERRED:
             kernel = deferrable(op_name, kernel)
         self.kernels[op_name + key] = kernel
         self.by.setdefault(op_name, by)
@@ -125,32 +125,37 @@ class Installed:
         library.impl(name, on_only_device(kernel) if key == "PrivateUse1" and takes_device(op_name) else kernel, key)
 
     def has(self, op_name: str) -> bool:
-        """True if the overload has a kernel of ours."""
+        """Whether this package has a kernel for the overload."""
         return op_name + "PrivateUse1" in self.kernels
 
     def refuse(self, op: OpOverload) -> None:
-        """Raise if a lowering of `op` cannot be installed now: it has a kernel, or a function is being traced."""
+        """Raise if a lowering of `op` cannot be installed now.
+
+        Raises:
+            TraceError: a function is being traced.
+            ValueError: `op` already has a kernel.
+        """
         name = _short(op)
         if recording.get() is not None or is_tracing():
             raise TraceError(
                 message(
                     f"a lowering of {op} is registered while a function is traced",
                     *called_at(),
-                    "the program would compute the operator differently before and after this line",
+                    "the program would compute the op differently before and after this line",
                     fix=f'move @spmd.lowering.lower("{name}") to module level',
                 )
             )
         if self.has(name) or dispatch_has_kernel_for_dispatch_key(op.name(), "PrivateUse1"):
-            by = MECHANISMS.get(self.by.get(name, ""), "a kernel that was registered for PrivateUse1 elsewhere")
+            by = MECHANISMS.get(self.by.get(name, ""), "a kernel that another package registered for PrivateUse1")
             raise ValueError(message(f"{op} already has a kernel on device 'jax'", by, fix="give the operator another name"))
 
     def install(self, lowering: Lowering) -> None:
-        """Install the kernels of a lowering, and of the in-place and `out=` forms that follow from it."""
+        """Install the kernels of a lowering, and the in-place and `out=` forms derived from it."""
         self.install_functional(lowering)
         self.install_variants(lowering.op)
 
     def install_functional(self, lowering: Lowering) -> None:
-        """The kernel of the overload itself, and for composites the one that differentiates the rule."""
+        """Install the kernel of the overload itself and, for a composite, the autograd kernel that differentiates the rule."""
         op, name, adapter = lowering.op, _short(lowering.op), Adapter(lowering)
         if name in _FILLED:
             self.add(name, _like.filled(adapter, _FILLED[name]), by="filled")
@@ -162,7 +167,7 @@ class Installed:
             self.add(name, _WHOLE.get(name, WholeOp)(adapter), "AutogradPrivateUse1")
 
     def install_variants(self, op: OpOverload) -> None:
-        """The forms of a lowered overload that have no kernel yet."""
+        """Install the in-place and `out=` forms of a lowered overload that have no kernel yet."""
         lowering = lookup(op)
         assert lowering is not None
         for variant, kernel in variants(op, Adapter(lowering)):
@@ -171,7 +176,7 @@ class Installed:
 
 
 def install() -> Installed:
-    """Register every kernel, in the order of `MECHANISMS`; called once by `_backend`. Lowerings that are added later install themselves."""
+    """Register every kernel, in the order of `MECHANISMS`. `_backend` calls it once; lowerings added later install themselves."""
     installed = Installed()
     for by, kernels in (
         ("device", {**_SPECIAL, **_fused_steps.kernels(), "resize_": resize_}),
@@ -199,7 +204,7 @@ def install() -> Installed:
 
 
 def variants(op: OpOverload, adapter: Adapter) -> list[tuple[OpOverload, Any]]:
-    """The in-place and out= overloads that mean the same as functional `op`, each with its kernel."""
+    """The in-place and out= overloads of the functional `op`, each with its kernel."""
     found: list[tuple[OpOverload, Any]] = []
     for other in variants_of(op):
         outs = [a.name for a in other._schema.arguments if a.is_out]
@@ -211,7 +216,7 @@ def variants(op: OpOverload, adapter: Adapter) -> list[tuple[OpOverload, Any]]:
 
 
 def variants_of(op: OpOverload) -> list[OpOverload]:
-    """The in-place and out= overloads that mean the same as functional `op`."""
+    """The in-place and out= overloads of the functional `op`."""
     found: list[OpOverload] = []
     namespace, base = op._schema.name.split("::")
     signature = _signature(op)
@@ -225,7 +230,7 @@ def variants_of(op: OpOverload) -> list[OpOverload]:
 
 
 def _signature(op: OpOverload) -> tuple[tuple[str, str], ...]:
-    """Names and types of the arguments that in-place, out= and functional forms share."""
+    """Names and types of the arguments that the in-place, out= and functional forms share."""
     return tuple((a.name, str(a.type)) for a in op._schema.arguments if not a.is_out and a.name not in _FACTORY)
 
 
@@ -239,12 +244,12 @@ def _is_in_place(op: OpOverload) -> bool:
 
 
 def _in_place_kernel(adapter: Adapter) -> Any:
-    # These do not read what they overwrite, so nothing tells XLA that the result is split.
+    # These do not read the old value, so XLA cannot infer from an operand that the result is sharded.
     fills = adapter.lowering.random or adapter.op._schema.name in ("aten::fill", "aten::fill_")
     is_checked = adapter.lowering.pointwise or adapter.name in WRITES_APART
 
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if buffer_of(self).dropped is not None:  # what is added to an unknown value is unknown: reading it raises
+        if buffer_of(self).dropped is not None:  # an update of a dropped value is dropped too: reading it raises
             return self
         if not self.is_contiguous():
             check_in_place(adapter.name, self)
@@ -257,7 +262,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
             if value.shape not in (tuple(self.shape), buffer_of(self).stored):
                 raise RuntimeError(
                     message(
-                        f"the result of in-place {adapter.op} has shape {tuple(value.shape)}, the tensor {tuple(self.shape)}",
+                        f"the result of in-place {adapter.op} has shape {tuple(value.shape)}, but the tensor has {tuple(self.shape)}",
                         *called_at(),
                         fix="use the out-of-place form",
                     )
@@ -271,7 +276,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
 
 
 def _dtype_is_left_to_out(functional: OpOverload, op: OpOverload) -> bool:
-    """Whether `functional` is told the dtype of a new tensor and its out= form `op` is not, since the tensor is there."""
+    """Whether `functional` takes the dtype of a new tensor and its out= form `op` does not, because the tensor exists already."""
     return "dtype" in {a.name for a in functional._schema.arguments} - {a.name for a in op._schema.arguments}
 
 
@@ -279,7 +284,7 @@ _SUMMED_IN_OUT = frozenset({"cumprod", "cumsum", "mean", "nansum", "prod", "sum"
 
 
 def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any:
-    """`takes_dtype`: numbers are made in the dtype of the tensor that they are written to."""
+    """`takes_dtype`: pass the dtype of the tensor that is written as the argument `dtype`."""
 
     def out(*args: Any, **kwargs: Any) -> Any:
         targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(names) + i] for i, name in enumerate(names)]
@@ -294,7 +299,7 @@ def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any
             if any(tuple(target.shape) != value.shape for value, target in zip(values, targets, strict=True)):
                 for value, target in zip(values, targets, strict=True):
                     _resize_out(target, value.shape)
-                check_out(adapter.name, targets, (*args, *kwargs.values()))  # it may have grown into what is read
+                check_out(adapter.name, targets, (*args, *kwargs.values()))  # a resized target may overlap what is read
             for value, target in zip(values, targets, strict=True):
                 store(target, value)
         return targets[0] if len(targets) == 1 else tuple(targets)
@@ -303,7 +308,7 @@ def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any
 
 
 def _resize_out(target: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Give a tensor that is written the shape of the result; torch warns where that drops elements."""
+    """Resize the tensor that is written to the shape of the result; warn like torch if it has elements."""
     if tuple(target.shape) == tuple(shape):
         return
     if target.numel():
@@ -318,7 +323,7 @@ def _resize_out(target: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
-    """`tensor.resize_`: grows the storage with zeros where it is too short."""
+    """`tensor.resize_`: extend the storage with zeros if it is too short."""
     size = tuple(size)
     buffer = buffer_of(self)
     needed = self.storage_offset() + math.prod(size)
@@ -336,10 +341,13 @@ def resize_(self: torch.Tensor, size: Any, memory_format: Any = None) -> torch.T
 
 
 def fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Ops without a kernel: torch's decomposition of it, or of the functional form it is a variant of; else an error.
+    """Run an op without a kernel by torch's decomposition, or by its functional form if it is an in-place or out= form.
 
-    Without a kernel of ours, a structured op's functional, in-place and out= forms call each other in a ring: meeting the
-    same op again and again inside itself means that none of them has a lowering.
+    Without a kernel, a structured op's functional, in-place and out= forms call each other in a cycle. If an op occurs repeatedly
+    inside itself, none of the forms has a lowering.
+
+    Raises:
+        UnsupportedOpError: there is neither a decomposition nor a functional form.
     """
     inside = _inside.get()
     if inside.count(op) >= _MAX_ROUNDS:
@@ -360,19 +368,19 @@ def fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def sparse(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Ops that make sparse tensors, or are given some: the device has none."""
+    """Fallback for ops that take or return sparse tensors: raise, because the device does not support them."""
     raise _of_sparse(op)
 
 
 def nested(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Ops of nested tensors, which the device has not either."""
-    what = f"{op} of a nested tensor: device 'jax' has tensors of one shape alone"
+    """Fallback for ops on nested tensors: raise, because the device does not support them."""
+    what = f"{op} of a nested tensor: device 'jax' supports only tensors of one shape"
     raise UnsupportedOpError(message(what, *called_at(), fix="torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True), and a mask"))
 
 
 def _of_sparse(op: OpOverload) -> UnsupportedOpError:
     what = f"{op} of a sparse tensor: device 'jax' has dense tensors alone"
-    how = "sparse=False for an embedding, sparse_grad=False for gather; x.to_dense() before a tensor moves"
+    how = "sparse=False for an embedding, sparse_grad=False for gather; x.to_dense() before a tensor is moved to 'jax'"
     return UnsupportedOpError(message(what, *called_at(), fix=how))
 
 
@@ -381,7 +389,7 @@ _MAX_ROUNDS = 3
 
 
 def _functional_of(op: OpOverload) -> OpOverload | None:
-    """The functional overload that a mutating `op` is a variant of."""
+    """The functional overload of the in-place or out= overload `op`; None if there is none."""
     if not op._schema.is_mutable:
         return None
     namespace, base = op._schema.name.split("::")

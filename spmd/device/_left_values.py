@@ -1,7 +1,7 @@
-"""What a program's last call left in buffers: the next call compares identities, and looks at what somebody else has written since.
+"""The values that a program's last call left in buffers. The next call compares identities to find buffers written in between.
 
-Note [Values that are left]. The list must not keep what nobody else has: a restored checkpoint or `load_state_dict` would lie in memory
-beside the state that it replaces, until the next step. So a buffer that is given another value has its entries emptied.
+Note [Values that are left]. The list must not keep replaced values alive. Otherwise a restored checkpoint or `load_state_dict` would
+be in memory next to the state that it replaces, until the next step. Giving a buffer another value therefore clears its entries.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spmd.device._storage import Buffer
 
-NOTHING: Any = object()  # which no value is
+NOTHING: Any = object()  # sentinel, not identical to any value
 
 
 class LeftValues:
-    """The values that a program left in its buffers, by position.
+    """The values that a program left in its buffers.
 
     Attributes:
-        values: `NOTHING` where another value was written since. See Note [Values that are left].
+        values: one value per buffer; `NOTHING` if another value was written since. See Note [Values that are left].
     """
 
     __slots__ = ("__weakref__", "values")
@@ -34,7 +34,7 @@ class LeftValues:
 
 
 def forget(left_by: Iterable[tuple[weakref.ref[LeftValues], int]]) -> None:
-    """Empty the entries of a buffer."""
+    """Clear the entries of a buffer, given as (values, position)."""
     for ref, position in left_by:
         left = ref()
         if left is not None:

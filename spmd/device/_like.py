@@ -1,7 +1,7 @@
-"""Tensors of one number, and tensors made like another one: `zeros`, `full_like`, `empty_like` and their kin.
+"""Tensors filled with one number, and tensors made like another one: `zeros`, `full_like`, `empty_like` and similar ops.
 
-Eagerly they take no memory before their first use, and one made like a marked tensor is laid out as it is; so an optimizer's
-state has its parameter's layout from the start, and no device ever holds more of it than its shard.
+Eagerly they take no memory before their first use, and a tensor made like a marked tensor gets its layout. An optimizer's state
+therefore has its parameter's layout from the start, and no device ever holds more of it than its shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmd.device._storage import buffer_of, is_whole, load, recording, wrap_host
 
 
 def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`torch.empty_like`: zeros, as `torch.empty` here."""
+    """`torch.empty_like`: zeros, as in `torch.empty` on this device."""
     device = kwargs.get("device")
     shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
     wanted = torch.empty_like(shape, dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format") or torch.preserve_format)
@@ -33,9 +33,13 @@ def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 
 
 def new_zeros_with_same_feature_meta(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0) -> torch.Tensor:
-    """What forward mode keeps a tangent in that is laid out otherwise than its primal `other`: zeros with the primal's strides.
+    """Zeros with the strides of `other`, in which forward mode stores a tangent whose strides differ from those of its primal `other`.
 
-    C++ asks the primal's storage how large it is, and storages here have no bytes. Dims of a batch (`vmap`) lie before the others.
+    torch's own kernel uses the size of the primal's storage, and storages of this device have no bytes.
+
+    Args:
+        self: the tangent.
+        self_num_batch_dims: number of its leading batch dims (`vmap`), which the primal does not have.
     """
     extents = [(n - 1) * stride for n, stride in zip(other.shape, other.stride(), strict=True)]
     numel = other.storage_offset() + sum(extents) + 1 if other.numel() else 0
@@ -46,10 +50,10 @@ def new_zeros_with_same_feature_meta(self: torch.Tensor, other: torch.Tensor, *,
 
 
 def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`torch.nn.functional.one_hot`; without `num_classes`, as many columns as the largest value says.
+    """`torch.nn.functional.one_hot`; without `num_classes`, the number of columns is the largest value plus one.
 
     Raises:
-        TraceError: the largest value is known only to the program.
+        TraceError: only the program can compute the largest value.
     """
     if self.dtype != torch.int64:
         raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, but got {self.dtype}")
@@ -74,11 +78,11 @@ def _of_classes(named: dict[str, Any]) -> Iterator[_indices.Bound]:
 
 
 def filled(adapter: Any, number: float | None = None) -> Any:
-    """Kernel of `zeros`, `ones_like`, `full` and their like.
+    """Kernel of `zeros`, `ones_like`, `full` and similar ops.
 
     Args:
-        adapter: the kernel for traces, layouts other than row-major, and numbers that the dtype may not hold.
-        number: what the op fills with; None: its argument `fill_value`.
+        adapter: kernel for traces, memory formats other than row-major, and numbers that the dtype may not be able to represent.
+        number: the number to fill with; None: the argument `fill_value`.
     """
 
     def kernel(first: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -89,7 +93,7 @@ def filled(adapter: Any, number: float | None = None) -> Any:
         if like is not None and device is not None and torch.device(device).type != "jax":
             return empty_like(like, **kwargs).fill_(given)  # pyright: ignore[reportCallIssue, reportArgumentType]
         plain = kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
-        exact = (int, float) if kwargs.get("dtype") or like is not None else float  # else the number's type decides the dtype
+        exact = (int, float) if kwargs.get("dtype") or like is not None else float  # otherwise the number's type determines the dtype
         is_exact = number is None and isinstance(given, exact) and dtype.is_floating_point and dtype.itemsize > 1
         typed = number is not None or (is_exact and (abs(given) <= torch.finfo(dtype).max or not math.isfinite(given)))
         shape: Any = tuple(first if like is None else like.shape)

@@ -1,7 +1,7 @@
-"""`torch.accelerator`'s functions for memory, which are also `torch.jax`'s: what jax counts on the chips of this process.
+"""Memory functions of `torch.accelerator` and `torch.jax`, from jax's statistics of the chips of this process.
 
-To PyTorch all chips are one device, so each figure is that of the chip on which it is worst, the one that would run out first. jax
-counts on TPUs and GPUs; where it does not (CPU devices), and where torch would start a count anew, these functions refuse.
+PyTorch sees all chips as one device, so each figure is that of the worst chip, which would run out of memory first. jax provides
+statistics on TPUs and GPUs. On CPU devices these functions raise, and so do the functions with which torch resets statistics.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from spmd.patches._table import is_expected, replace_everywhere
 
 
 def empty_cache() -> None:
-    """Nothing to do: jax frees an array's memory with the array, and what its pool keeps it cannot give back."""
+    """Does nothing: jax frees an array's memory together with the array, and cannot return the memory of its pool."""
 
 
 def empty_host_cache() -> None:
-    """Nothing to do: pinned memory is ordinary memory here, and none of it is kept."""
+    """Does nothing: pinned memory is ordinary memory on this device, and it is not cached."""
 
 
 def memory_stats(device_index: Any = None, /) -> OrderedDict[str, Any]:
-    """Bytes, under torch's names: `allocated_bytes.all.current`, `.peak`, and what jax's pool holds, `reserved_bytes.all.current`, `.peak`.
+    """Bytes by torch's names: `allocated_bytes.all.current` and `.peak`; for jax's pool `reserved_bytes.all.current` and `.peak`.
 
     Raises:
-        SpmdError: jax keeps no statistics on this platform.
+        SpmdError: jax provides no statistics on this platform.
     """
     chips = _chips()
     kinds = {
@@ -42,7 +42,7 @@ def memory_stats(device_index: Any = None, /) -> OrderedDict[str, Any]:
 
 
 def memory_allocated(device_index: Any = None, /) -> int:
-    """Bytes of arrays on the chip."""
+    """Bytes of the arrays on the chip."""
     return memory_stats()["allocated_bytes.all.current"]
 
 
@@ -52,33 +52,33 @@ def max_memory_allocated(device_index: Any = None, /) -> int:
 
 
 def memory_reserved(device_index: Any = None, /) -> int:
-    """Bytes that jax's pool holds."""
+    """Bytes in jax's memory pool."""
     return memory_stats()["reserved_bytes.all.current"]
 
 
 def max_memory_reserved(device_index: Any = None, /) -> int:
-    """The most bytes that jax's pool held at one time since the process began."""
+    """The most bytes in jax's memory pool at one time since the process began."""
     return memory_stats()["reserved_bytes.all.peak"]
 
 
 def get_memory_info(device_index: Any = None, /) -> tuple[int, int]:
-    """(free, total) bytes of what jax may use on the chip that has the least left."""
+    """(free, total) bytes that jax may use, on the chip with the least free memory."""
     return min((chip["bytes_limit"] - chip["bytes_in_use"], chip["bytes_limit"]) for chip in _chips())
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """The figures of `memory_stats` as a table; of the chip on which each is worst."""
+    """The figures of `memory_stats` as a table, each of the chip on which it is worst."""
     lines = (f"{size_text(count):>10}  {name.replace('.all.', ', ').replace('_', ' ')}" for name, count in memory_stats().items())
     return "\n".join(["memory of the chip that would run out first", *lines])
 
 
 def reset_peak_memory_stats(device_index: Any = None, /) -> None:
-    """Refused: jax's peak is that of the whole process."""
+    """Raises SpmdError: jax's peak is that of the whole process and cannot be reset."""
     raise _no_reset("torch.accelerator.reset_peak_memory_stats")
 
 
 def reset_accumulated_memory_stats(device_index: Any = None, /) -> None:
-    """Refused, as `reset_peak_memory_stats` is."""
+    """Raises SpmdError, as `reset_peak_memory_stats` does."""
     raise _no_reset("torch.accelerator.reset_accumulated_memory_stats")
 
 
@@ -89,7 +89,7 @@ FUNCTIONS = (
 
 
 def register() -> None:
-    """Put them in the place of torch's, which end in an internal assertion of C++, `empty_host_cache` with the process."""
+    """Replace torch's functions, which fail with an internal assertion in C++ (`empty_host_cache` even ends the process)."""
     for function in FUNCTIONS:
         target = f"torch.accelerator.memory.{function.__name__}"
         if function is not memory_summary and is_expected(target):
@@ -97,12 +97,16 @@ def register() -> None:
 
 
 def counted() -> list[dict[str, int]]:
-    """jax's counts on the chips of this process where it counts."""
+    """jax's statistics of the chips of this process that have some."""
     return [counts for counts in _counts() if counts]
 
 
 def _chips() -> list[dict[str, int]]:
-    """jax's counts on each chip of this process."""
+    """jax's statistics of every chip of this process.
+
+    Raises:
+        SpmdError: jax provides no statistics on this platform.
+    """
     chips = counted()
     if len(chips) < len(_counts()):
         raise SpmdError(

@@ -1,4 +1,4 @@
-"""The mesh that a lowered program runs on, and layouts over it as Shardy writes them."""
+"""The mesh of a lowered program, and Shardy layouts over it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
-Split = tuple[tuple[str, ...], ...]  # the axes of each dim
+Split = tuple[tuple[str, ...], ...]  # for each dim the axes that split it
 
 
 @dataclass(frozen=True)
 class ModuleMesh:
-    """A mesh of a module, by name."""
+    """A mesh that an MLIR module declares.
+
+    Attributes:
+        name: symbol name of the mesh in the module.
+        axes: size of each axis, by name.
+    """
 
     name: str
     axes: dict[str, int]
@@ -26,38 +31,38 @@ class ModuleMesh:
 
     @property
     def num_axes(self) -> int:
-        """How many axes have several devices."""
+        """Number of axes with more than one device."""
         return sum(size > 1 for size in self.axes.values())
 
     def num_parts(self, axes: Sequence[str]) -> int:
-        """Into how many parts axes split a dim."""
+        """Number of parts into which `axes` split a dim."""
         return math.prod(self.axes[axis] for axis in axes)
 
     def whole(self, value: Any, dims: Iterable[int]) -> Any:
-        """The layout that keeps these dims whole and says nothing of the others."""
+        """The layout that does not split `dims` and leaves the other dims open."""
         return self.partly(value, dict.fromkeys(dims, ()))
 
     def split(self, value: Any, axes: Mapping[int, Sequence[str]]) -> Any:
-        """The layout that splits dims by axes and keeps the others whole."""
+        """The layout that splits each dim of `axes` by its axes and does not split the others."""
         entries = [", ".join(f'"{axis}"' for axis in axes.get(dim, ())) for dim in range(ir.RankedTensorType(value.type).rank)]
         return self._layout(f"{{{entry}}}" for entry in entries)
 
     def partly(self, value: Any, axes: Mapping[int, Sequence[str]]) -> Any:
-        """The layout that splits some dims by axes and says nothing of the others."""
+        """The layout that splits each dim of `axes` by its axes and leaves the other dims open."""
         entries = [", ".join(f'"{axis}"' for axis in axes[d]) if d in axes else "?" for d in range(ir.RankedTensorType(value.type).rank)]
         return self._layout(f"{{{entry}}}" for entry in entries)
 
     def is_used_up(self, axes: Iterable[Sequence[str]]) -> bool:
-        """Whether axes split something over all devices."""
+        """Whether `axes` together split a value over all devices."""
         return math.prod(map(self.num_parts, axes)) == self.num_devices
 
     def divides(self, value: Any, axes: Mapping[int, Sequence[str]], dims: Iterable[int]) -> bool:
-        """Whether these dims are split into equal parts."""
+        """Whether `axes` split these dims into equal parts."""
         shape = ir.RankedTensorType(value.type).shape
         return all(shape[dim] % self.num_parts(axes[dim]) == 0 for dim in dims)
 
     def has_three_axes(self, splits: Iterable[Sequence[str]]) -> bool:
-        """Whether more than two axes of several devices split something."""
+        """Whether more than two axes with several devices occur in `splits`."""
         return len({axis for split in splits for axis in split if self.axes[axis] > 1}) > 2
 
     def _layout(self, entries: Iterable[str]) -> Any:
@@ -65,14 +70,14 @@ class ModuleMesh:
 
 
 def largest_mesh(module: Any) -> ModuleMesh | None:
-    """The mesh of most devices; None if the program has none of several."""
+    """The mesh with the most devices; None if no mesh of the program has several devices."""
     found = [ModuleMesh(op.attributes["sym_name"].value, _axes(op)) for op in module.body.operations if op.operation.name == "sdy.mesh"]
     largest = max(found, key=lambda mesh: mesh.num_devices, default=None)
     return largest if largest is not None and largest.num_devices > 1 else None
 
 
 def _axes(operation: Any) -> dict[str, int]:
-    """Axis -> size, of an operation that declares a mesh."""
+    """Size by axis name, from an operation that declares a mesh."""
     return {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(operation.attributes["mesh"]).axes)}
 
 

@@ -1,8 +1,8 @@
-"""Arithmetic of `torch.SymFloat`s as Python has it, where the number is ours.
+"""Python's arithmetic for the `torch.SymFloat`s that stand for numbers of a traced program.
 
-`n = tokens.sum().item()` is an int, and so are `n + 1`, `n % 4` and `n ** 2`: torch's own operators make a float of the int first.
-What Python raises for (`1 / n` where n is 0), and what is no number of a program (`h ** 0.5` where h is negative is complex), is checked
-on the device, but not for torch's own code: its optimizers divide by what they know.
+`n = tokens.sum().item()` is an int, and so are `n + 1`, `n % 4` and `n ** 2`; torch's own operators would convert the int to float.
+The program checks for cases where Python raises (`1 / n` with n = 0), and for results that it cannot represent (`h ** 0.5` with a
+negative h is complex). Arithmetic in torch's own code is not checked: its optimizers divide by numbers that are known to be nonzero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHOICES = ("sym_max", "sym_min")
 
 
 def install() -> None:
-    """Replace the operators of `torch.SymFloat`; those of other tracers' numbers do what they did."""
+    """Replace the operators of `torch.SymFloat`; numbers of other tracers behave as before."""
     reversible = ((form, name) for name in _OPERATORS for form in ("", "r"))
     for form, name in (*reversible, *(("", name) for name in (*_COMPARISONS, *_CHOICES))):
         target = f"torch.SymFloat.__{form}{name}__"
@@ -47,8 +47,8 @@ def _operator(name: str, is_reversed: bool, of_torch: Callable[..., Any]) -> Cal
         if its is None:
             return of_torch(self, other)
         left, right = (its, node) if is_reversed else (node, its)
-        # Optimizers divide by what they know not to be 0 (a bias correction), many times a step: no check, whose flag the program carries.
-        # Who asks is known by the frame alone: Python hands an operator its operands, and patches of every optimizer would be more.
+        # Optimizers divide many times per step by numbers that cannot be 0 (a bias correction). A check would add a flag to the program.
+        # Only the frame identifies the caller: an operator receives nothing but its operands. Patching every optimizer would be worse.
         is_checked = name in _CHECKED and not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
         is_natural = name == "pow" and left.integral and right.integral and not _is_negative(right)
         made = getattr(left, "pow_by_natural" if is_natural else name)(right)
@@ -61,22 +61,25 @@ def _operator(name: str, is_reversed: bool, of_torch: Callable[..., Any]) -> Cal
 
 
 def of_math(fn: Callable[..., float], number: Any, *more: Any) -> Any:
-    """A function of `OF_MATH` of a number: one of the program, where C would take it for a constant. What Python raises, it raises too."""
+    """Apply a function of `OF_MATH` to a number, as an operation of the program; C would convert the number to a constant.
+
+    Errors that Python's function raises are raised too, or checked on the device.
+    """
     node = number.node if isinstance(number, torch.SymFloat) else None
     if more or not isinstance(node, NumberNode) or (node.key is None and node.evaluate is not None):
         return fn(number, *more)
     made: NumberNode = getattr(node, f"sym_{fn.__name__}")()
     if made.evaluate is not None:
-        made.evaluate()  # its error comes at the user's line
+        made.evaluate()  # raises its error at the user's line
         return torch.SymFloat(made)
-    given, found = node.value, made.value
-    infinite, none = (lambda: jnp.isinf(found) & jnp.isfinite(given)), (lambda: jnp.isnan(found) & ~jnp.isnan(given))
-    outside = none
+    given, result = node.value, made.value
+    is_infinite, is_nan = (lambda: jnp.isinf(result) & jnp.isfinite(given)), (lambda: jnp.isnan(result) & ~jnp.isnan(given))
+    is_outside = is_nan
     if fn.__name__ in _CAN_OVERFLOW:
-        _require_not(infinite, Check(OverflowError, "math range error", user_line()))
+        _require_not(is_infinite, Check(OverflowError, "math range error", user_line()))
     else:
-        outside = lambda: none() | infinite()  # noqa: E731
-    _require_not(outside, Check(ValueError, "math domain error", user_line()))
+        is_outside = lambda: is_nan() | is_infinite()  # noqa: E731
+    _require_not(is_outside, Check(ValueError, "math domain error", user_line()))
     return torch.SymFloat(made)
 
 
@@ -85,12 +88,12 @@ def _is_of_device(node: NumberNode) -> bool:
 
 
 def _is_negative(node: NumberNode) -> bool:
-    """Whether a number is negative of which the host knows the sign."""
+    """Whether the host knows that the number is negative."""
     return node.evaluate is not None and node.evaluate() < 0
 
 
 def _require_not(flag: Callable[[], Any], check: Check) -> None:
-    """Check on the device that `flag` is False, but in the body of a branch or a loop, which no flag can leave."""
+    """Check on the device that `flag` is False. Bodies of branches and loops are not checked, because no flag can leave them."""
     recorder = recording.get()
     if recorder is not None:
         with exact_dtypes():
@@ -121,18 +124,16 @@ def _power(left: NumberNode, right: NumberNode, made: NumberNode) -> _Checks:
     if made.integral:
         checks.append((lambda: abs(_wide(left) ** _wide(right)) >= _LIMIT, _too_large()))
         if _is_of_device(right):
-            checks.append(
-                (lambda: exponent < 0, Check(TraceError, "the power of an int, whose exponent {} is negative, is a float", user_line()))
-            )
+            checks.append((lambda: exponent < 0, Check(TraceError, "an int to the negative power {} is a float", user_line())))
         return checks
     is_fraction = _is_of_device(right) or (right.evaluate is not None and right.evaluate() % 1 != 0)
     if _is_of_device(left) and is_fraction and not right.integral:
-        complex_ = Check(TraceError, "the power of a negative number, whose exponent is no integer, is complex", user_line())
+        complex_ = Check(TraceError, "a negative number to a power that is not an integer is complex", user_line())
         checks.append((lambda: (base < 0) & (exponent % 1 != 0) & jnp.isfinite(exponent), complex_))
     if _is_of_device(right) or _is_negative(right):
         checks.append((lambda: (base == 0) & (exponent < 0), Check(ZeroDivisionError, "zero to a negative power", user_line())))
-    finite = lambda: jnp.isinf(made.value) & jnp.isfinite(base) & jnp.isfinite(exponent) & (base != 0)  # noqa: E731
-    checks.append((finite, Check(OverflowError, "the power of a number is too large", user_line())))
+    overflowed = lambda: jnp.isinf(made.value) & jnp.isfinite(base) & jnp.isfinite(exponent) & (base != 0)  # noqa: E731
+    checks.append((overflowed, Check(OverflowError, "the power of a number is too large", user_line())))
     return checks
 
 
@@ -141,7 +142,7 @@ def _wide(node: NumberNode) -> Any:
 
 
 def _too_large() -> Check:
-    return Check(TraceError, "an int is larger than 64 bits hold", user_line())
+    return Check(TraceError, "an int does not fit into 64 bits", user_line())
 
 
 _LIMIT = np.float64(2**63)
@@ -153,7 +154,7 @@ _CHECKED: dict[str, Callable[[NumberNode, NumberNode, NumberNode], _Checks]] = {
 
 
 def _node_of(number: Any, beside: NumberNode) -> NumberNode | None:
-    """The node of an operand; None for what is no plain number."""
+    """The node of an operand; None if it is not a plain number."""
     if isinstance(number, torch.SymFloat):
         return number.node if isinstance(number.node, NumberNode) else None
     if type(number) in (int, bool):

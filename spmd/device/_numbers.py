@@ -1,11 +1,11 @@
-"""Numbers that only the device knows, in the places where PyTorch wants a Python number.
+"""Device values that take the place of Python numbers in a traced program.
 
-While a program is traced, `tensor.item()` and the lifted floats of an optimizer are `torch.SymFloat`s whose node carries a
-0-dim array. Arithmetic on them stays on the device, ATen ops take them as `Scalar`, and turning one into a real Python
-number raises at the user's own line. It knows no tensor and no program.
+While a program is traced, `tensor.item()` and the lifted floats of an optimizer are `torch.SymFloat`s whose node holds a 0-dim
+array. Arithmetic on them stays on the device, and ATen ops accept them as `Scalar`. Converting one to a Python number raises at
+the user's line. This module does not depend on tensors or programs.
 
-A node may know its `hint`, the number's value at trace time, and then answers comparisons; each answer is told to
-`on_branch`, so that the program can be retraced when it would differ.
+A node with `evaluate` can compute the number on the host and answers comparisons. It passes each answer to `on_branch`, which
+guards the program: it is retraced when the answer would differ.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Evaluate = Callable[[], float]
 AsInput = Callable[[Any], Any]
 
 
-class _Whole(NamedTuple):
-    """The node of a `torch.SymInt` that stands for an int, on its way to C code which asks for one (`"%d" % n`)."""
+class _IntNode(NamedTuple):
+    """The node of a `torch.SymInt` that passes an int to C code which expects one (`"%d" % n`)."""
 
     value: int
 
@@ -45,18 +45,18 @@ class _Whole(NamedTuple):
 
 
 class NumberNode:
-    """Node of a `torch.SymFloat` (the methods are the protocol that torch's C++ asks for).
+    """Node of a `torch.SymFloat`. The methods implement the protocol that torch's C++ calls.
 
     Attributes:
-        value: 0-dim array, usually a tracer, or a function that makes it.
-        evaluate: computes the number on the host from today's hyperparameters, or None for data.
-        on_branch: told of (key, evaluate, outcome) of each comparison that Python branched on.
+        value: 0-dim array, usually a tracer, or a function that returns it.
+        evaluate: computes the number on the host from the current hyperparameters; None for data.
+        on_branch: called with (key, evaluate, outcome) for each comparison that Python branches on.
         boolean: the node is the outcome of a comparison (a `torch.SymBool`).
-        integral: it stands for a Python int (an item of an integer tensor), which promotes as one; torch still sees a float.
-        truth: it stands for a Python bool (an item of a bool tensor); arithmetic makes it an int, as it does in Python.
-        key: equal for two numbers that `evaluate` to the same always, an expression that `of_settings` computes; None if there is none.
-        as_input: gives, for a key, the array of a number that the host computes of settings alone, as an input of the program; None where
-            there is room for no more.
+        integral: the number stands for a Python int (an item of an integer tensor) and promotes like one; torch still sees a float.
+        truth: the number stands for a Python bool (an item of a bool tensor); arithmetic converts it to an int, as in Python.
+        key: expression that `of_settings` can compute. Numbers with equal keys always evaluate to the same value. None if there is none.
+        as_input: returns, for the key of a number that the host can compute from settings alone, an array that is an input of the
+            program; None if the program has no room for further inputs.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class NumberNode:
 
     @property
     def kind(self) -> type:
-        """The class of the Python number that it stands for."""
+        """The class of the Python number that the node stands for."""
         return bool if self.boolean or self.truth else int if self.integral else float
 
     @property
     def value(self) -> Any:
-        """The 0-dim array; that of a comparison is made only if the program needs it."""
+        """The 0-dim array. That of a comparison is computed only if the program needs it."""
         return self._value() if callable(self._value) else self._value
 
     def is_float(self) -> bool:
@@ -110,8 +110,8 @@ class NumberNode:
     def str(self) -> builtins.str:
         return builtins.str(self._concrete("string"))
 
-    def trunc(self) -> _Whole:
-        return _Whole(int(self._concrete("int")))
+    def trunc(self) -> _IntNode:
+        return _IntNode(int(self._concrete("int")))
 
     def round(self, digits: Any = None) -> NumberNode:
         raise needs_value("rounded number")
@@ -125,13 +125,13 @@ class NumberNode:
     def __deepcopy__(self, memo: Any) -> NumberNode:
         return self
 
-    _graph_repr = str  # print and f-strings come here
+    _graph_repr = str  # print and f-strings call it
 
     def wrap_float(self, number: float) -> NumberNode:
         return NumberNode(np.float64(number), lambda: number, self.on_branch, key=("float", float(number).hex()))
 
     def wrap_int(self, number: int) -> NumberNode:
-        value = np.int64(number) if _holds(number) else np.float64(number)
+        value = np.int64(number) if _fits_64_bits(number) else np.float64(number)
         return NumberNode(value, lambda: number, self.on_branch, integral=True, key=("int", number))
 
     def wrap_bool(self, number: bool) -> NumberNode:
@@ -145,7 +145,7 @@ class NumberNode:
         return int(self._concrete("int"))
 
     def _concrete(self, kind: builtins.str) -> Any:
-        """The value of a number that the host knows; the program then holds for this value only."""
+        """The value of a number that the host knows. The program gets a guard on this value."""
         if self.evaluate is None or self.on_branch is None:
             known = host_answer(self.value)
             if known is None:
@@ -156,10 +156,13 @@ class NumberNode:
         return value
 
     def known(self, what: builtins.str) -> Any:
-        """The Python number that it stands for; the program then holds for this value only.
+        """The Python number that the node stands for. The program gets a guard on this value.
+
+        Args:
+            what: kind of number that is needed, for the error.
 
         Raises:
-            TraceError: only the device knows it; `what` says what was needed.
+            TraceError: only the device knows the number.
         """
         return self.kind(self._concrete(what))
 
@@ -167,7 +170,7 @@ class NumberNode:
         return self.bool_()
 
     def expect_true(self, file: str, line: int) -> bool:
-        """torch's own sanity checks (a base of a power is not negative): taken on trust where only the device knows."""
+        """torch's own sanity checks (the base of a power is not negative); assumed to hold if only the device knows the number."""
         return True if self.evaluate is None else bool(self.evaluate())
 
     def _is_true(self) -> Any:
@@ -188,7 +191,12 @@ class NumberNode:
 
 
 def needs_value(kind: str, line: str = "") -> TraceError:
-    """The error for a number that Python wants now; `line` says where, if it is not where this is called."""
+    """The error for a number that Python needs during the trace.
+
+    Args:
+        kind: kind of Python number that was needed.
+        line: location in the user's code; by default that of the current call.
+    """
     return TraceError(
         message(
             f"a number of the traced program was needed as a Python {kind}",
@@ -200,12 +208,12 @@ def needs_value(kind: str, line: str = "") -> TraceError:
 
 
 def data_dependent(op: Any) -> TraceError:
-    """The error for a result whose shape a traced program does not know."""
+    """The error for an op whose result shape depends on values while a program is traced."""
     return TraceError(
         message(
             f"the result shape of {op} depends on values, which a traced program does not have",
             *called_at(),
-            fix=_OF_FIXED_SHAPE.get(
+            fix=_FIXED_SHAPE_FIXES.get(
                 op._schema.name, "keep shapes fixed with torch.where or a mask, or call the op outside the compiled function"
             ),
         )
@@ -215,12 +223,12 @@ def data_dependent(op: Any) -> TraceError:
 _MASKED = (
     "torch.where(mask, f(x), x) for x[mask] = f(x[mask]); torch.where(mask, x, 0).sum() for x[mask].sum(), over mask.sum() for the mean"
 )
-_OF_FIXED_SHAPE = {
+_FIXED_SHAPE_FIXES = {
     **dict.fromkeys(("aten::index", "aten::_unsafe_index", "aten::masked_select"), _MASKED),
-    **dict.fromkeys(("aten::index_put", "aten::_index_put_impl"), "x = torch.where(mask, values, x), of values for all elements"),
+    **dict.fromkeys(("aten::index_put", "aten::_index_put_impl"), "x = torch.where(mask, values, x), with a value for every element"),
     "aten::nonzero": "torch.where(mask, a, b) needs no positions; torch.nonzero_static(mask, size=n) gives n of them",
 }
-"""What does the same with shapes that no value decides, by operator."""
+"""Equivalent code with fixed shapes, by operator."""
 
 
 def _operator(name: str, fn: Callable[..., Any]) -> None:
@@ -263,7 +271,7 @@ def _input_or_computed(as_input: AsInput, on_branch: Any, key: Any, evaluate: Ev
     found = as_input(key)
     if found is not None:
         return found
-    on_branch(("computes", key), partial(_is_computable, evaluate), True)  # else Python's error comes when it is traced again
+    on_branch(("computes", key), partial(_is_computable, evaluate), True)  # if it fails, the retrace raises Python's error
     return compute()
 
 
@@ -276,7 +284,7 @@ def _is_computable(evaluate: Evaluate) -> bool:
 
 
 def of_settings(key: Any, settings: Any) -> Any:
-    """What a number's `key` says, computed of the settings: Python's floats, or an array in a program that gets these alone."""
+    """Compute the expression `key` of a number from the settings: Python floats, or arrays in a program that takes only the settings."""
     name, *parts = key
     if name == "slot":
         return settings[parts[0]]
@@ -288,16 +296,16 @@ def of_settings(key: Any, settings: Any) -> Any:
 _CONSTANTS: dict[str, Callable[[Any], float]] = {"float": float.fromhex, "int": float, "bool": float}
 
 
-def _holds(number: int) -> bool:
-    """Whether 64 bits hold it."""
+def _fits_64_bits(number: int) -> bool:
+    """Whether the number fits into 64 bits."""
     return -(2**63) <= number < 2**63
 
 
 def _integer(value: Any) -> Any:
-    """The int64 that a number of Python's ints is computed with."""
+    """The number as an int64, for arithmetic on Python ints."""
     if isinstance(value, jax.Array):
         return value.astype(jnp.int64)
-    if not _holds(int(value)):
+    if not _fits_64_bits(int(value)):
         raise needs_value("int of more than 64 bits")
     return np.int64(value)
 
@@ -318,7 +326,7 @@ _MAKE_INTEGERS = frozenset({"floor", "ceil"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
-    "mul": lambda a, b: -a if isinstance(b, np.generic) and b == -1 else a * b,  # a product of 64-bit floats is 45 instructions of a TPU
+    "mul": lambda a, b: -a if isinstance(b, np.generic) and b == -1 else a * b,  # a product of 64-bit floats takes 45 instructions on a TPU
     "truediv": lambda a, b: a / b,
     "float_truediv": lambda a, b: a / b,
     "floordiv": lambda a, b: a // b,
@@ -346,7 +354,7 @@ OF_MATH = (
     *("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "asin", "acos", "atan"),
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 )
-"""Functions of `math` that a program computes, as `torch.sym_sqrt` and its kin."""
+"""Functions of `math` that a program can compute, like `torch.sym_sqrt` and similar functions."""
 for _name in OF_MATH:
     _OPERATORS[f"sym_{_name}"] = partial(_of_math, _name)
 for _name, _fn in _OPERATORS.items():
@@ -354,12 +362,16 @@ for _name, _fn in _OPERATORS.items():
 
 
 def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, **kind: Any) -> torch.SymFloat:
-    """A `torch.SymFloat` that carries the 0-dim array `value`; `kind` is what else a `NumberNode` is told."""
+    """A `torch.SymFloat` for the 0-dim array `value`; `kind` has further arguments of `NumberNode`."""
     return torch.SymFloat(NumberNode(value, evaluate, on_branch, **kind))
 
 
 def is_of_host(number: torch.SymFloat, *, asks: bool = False) -> bool:
-    """Whether the host can compute the number; `asks`: from inputs that it knows too, for which the program then holds."""
+    """Whether the host can compute the number.
+
+    Args:
+        asks: allow inputs whose values the host knows; the program then gets a guard on them.
+    """
     node = number.node
     if not isinstance(node, NumberNode):
         return False
@@ -369,13 +381,13 @@ def is_of_host(number: torch.SymFloat, *, asks: bool = False) -> bool:
 def decided(
     decides: tuple[str, Callable[[Any], Any]], place: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool | None:
-    """What the host answers to a lowering's question about an optimizer's setting; the program then holds while the answer is the same.
+    """The host's answer to a lowering's question about an optimizer's setting. The program gets a guard on the answer.
 
-    None for other numbers: only the device knows them, or they vary from call to call and might go to and fro.
+    None for other numbers: only the device knows them, or they vary from call to call and could cause retraces again and again.
 
     Args:
         decides: name of the argument, and the question.
-        place: of each name the position among `args`.
+        place: position in `args` of each argument name.
     """
     name, question = decides
     number = kwargs[name] if name in kwargs else args[place[name]]
@@ -385,13 +397,13 @@ def decided(
 
 
 def with_known(names: Collection[str], order: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A call's arguments, those of `names` as Python's own numbers; the program holds for their values only.
+    """The arguments of a call, with those in `names` converted to Python numbers. The program gets a guard on their values.
 
     Args:
-        order: names of the arguments that are given by position.
+        order: names of the positional arguments.
 
     Raises:
-        TraceError: only the device knows one.
+        TraceError: only the device knows one of the numbers.
     """
 
     def known(name: str, arg: Any) -> Any:
@@ -402,12 +414,16 @@ def with_known(names: Collection[str], order: Sequence[str], args: tuple[Any, ..
 
 
 def sample(number: torch.SymFloat | torch.SymBool) -> float | int | bool:
-    """A Python number that promotes as the lifted one does."""
+    """A Python number that promotes like the lifted one."""
     return number.node.kind(1) if isinstance(number.node, NumberNode) else 1.0
 
 
 def carried(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> Any:
-    """The 0-dim array that a lifted number carries."""
+    """The 0-dim array of a lifted number.
+
+    Raises:
+        TraceError: the number belongs to another tracer.
+    """
     node = number.node
     if not isinstance(node, NumberNode):
         raise TraceError(

@@ -1,4 +1,4 @@
-"""The index of a device: 0 is the only one, as a mesh of any number of chips is one device to PyTorch."""
+"""Checks device indices. 0 is the only index, because PyTorch sees a mesh of any number of chips as one device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NAME = "jax"
 
 
 def require_only_device(index: int | None) -> None:
-    """Refuse an index that no device has; None and negative ones mean the device at hand.
+    """Raise for an index that no device has. None and negative indices mean the current device.
 
     Raises:
-        SpmdError: it is 1 or more.
+        SpmdError: the index is 1 or more.
     """
     if index is not None and index > 0:
         raise SpmdError(
@@ -31,7 +31,7 @@ def require_only_device(index: int | None) -> None:
 
 
 def takes_device(op_name: str) -> bool:
-    """Whether an ATen overload has an argument `device`."""
+    """Whether the ATen overload has an argument `device`."""
     name, _, overload = op_name.partition(".")
     packet: Any = getattr(torch.ops.aten, name, None)
     op = None if packet is None else getattr(packet, overload or "default", None)
@@ -39,7 +39,7 @@ def takes_device(op_name: str) -> bool:
 
 
 def on_only_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, for calls whose argument `device` names one that is there."""
+    """Wrap a kernel so that it raises for a `device` whose index does not exist."""
 
     @functools.wraps(kernel)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,33 +1,33 @@
-"""Keeps programs away from layouts that XLA's partitioner gets wrong, whatever tensors were marked with.
+"""Adds layout constraints to programs so that XLA's partitioner does not produce wrong results, for any sharding of the tensors.
 
-Convolutions, scatters and transforms are here, matrix products in `_products`.
+This module handles convolutions, scatters and Fourier transforms. `_products` handles matrix products.
 
 Note [Convolutions that are split]
-Where a height or a width of one operand is split, the partitioner sums partial results over all devices, also over those that hold
-copies of the same part: the result is too large by their number (openxla/xla, convolution_handler.cc; in plain JAX too). A transposed
-or differentiated convolution is one more convolution, so gradients are held to the same. Shardy's propagation says how the operands will
-be split (jaxlib contains it; the compiler would run it next). Then they are pinned to one of three ways, which are right, also where
-the compiler's own propagation would have said something else:
+If a height or a width of one operand is split, the partitioner sums partial results over all devices, including devices that hold
+copies of the same part. The result is too large by the number of copies (openxla/xla, convolution_handler.cc; also in plain JAX).
+Transposed convolutions and gradients are convolutions themselves, so they are constrained as well. Shardy's propagation, which jaxlib
+contains and the compiler would run next, gives the sharding of the operands. They are then constrained to one of three layouts that
+give correct results, even if the compiler's own propagation would have chosen another one:
 
-- images split over all devices, by batch and by space, and a whole kernel: what is at the edges is exchanged;
-- both split over all devices in the same way by the dims that are summed over, batch and space: the gradient of the kernel;
-- heights and widths whole, whatever channels and batch are.
+- images split over all devices, by batch and by space, with a replicated kernel: the devices exchange the borders of their parts;
+- both operands split over all devices in the same way by the summed dims, batch and space: the gradient of the kernel;
+- heights and widths not split, with any sharding of channels and batch.
 
-Of convolutions in groups, split channels are wrong too: there only the batch may be split. A gradient of their kernels sums over the
-batch, and again over copies; so where the batch is split at all, it is split over all devices, which takes no communication.
+For grouped convolutions, split channels give wrong results too, so only the batch may be split. The gradient of their kernel sums over
+the batch and once more over copies. If the batch is split at all, it is therefore split over all devices, which needs no communication.
 
 Note [Scatters that are split]
-Where the rows that a scatter adds are split into parts of unequal size (two rows over four devices), the partitioner adds what pads the
-parts too (openxla/xla, scatter_handler.cc; in plain JAX too). The gradients of embeddings and of pooling are scatters. A dim that what
-is known of the layouts would split unequally is kept whole; one that it splits equally is pinned to that.
+If the rows that a scatter adds are split into parts of unequal size (two rows over four devices), the partitioner also adds the padding
+of the parts (openxla/xla, scatter_handler.cc; also in plain JAX). The gradients of embeddings and of pooling are scatters. A dim that
+propagation would split unequally is not split. A dim that it splits equally is constrained to that split.
 
 Note [Maxima in windows]
-Where a height or width is split, the gradient of a maximum in windows of at least twice their stride is wrong (openxla/xla, its
-partitioner of select-and-scatter; in plain JAX too). The dims that have windows are kept whole then.
+If a height or width is split, the gradient of a maximum in windows of at least twice their stride is wrong (openxla/xla, partitioner
+of select-and-scatter; also in plain JAX). The dims with windows are then not split.
 
 Note [Transforms that are split]
-A Fourier transform along a split dim ends the process (fft_handler.cc). Its dims are kept whole. XLA:CPU then may give it what a
-collective left in another order in memory, which it refuses (fft_thunk.cc): the order is said too.
+A Fourier transform along a split dim ends the process (fft_handler.cc), so its dims are not split. XLA:CPU may then give the transform
+the result of a collective in another memory order, which it refuses (fft_thunk.cc). The memory order is therefore constrained too.
 """
 
 from __future__ import annotations
@@ -50,19 +50,22 @@ from spmd.device._products import product_layouts
 _CONVOLUTION, _TRANSFORM, _SCATTER = "stablehlo.convolution", "stablehlo.fft", "stablehlo.scatter"
 _PRODUCT = "stablehlo.dot_general"
 _SELECTION = "stablehlo.select_and_scatter"
-_RESULT = -1  # in place of an operand's position
-_IN_QUESTION = (_CONVOLUTION, _SCATTER, _PRODUCT)
-_ASKED = "spmd.asked"
+_RESULT = -1  # stands for the result among the positions of operands
+_NEED_SHARDINGS = (_CONVOLUTION, _SCATTER, _PRODUCT)  # operations whose constraints depend on how propagation splits their operands
+_PROBE = "spmd.probe"
 
 
 def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
-    """Add to the lowered program the layouts that its convolutions, transforms and scatters need; whether it has any of these.
+    """Add layout constraints for the convolutions, matrix products, transforms, scatters and windowed maxima of a lowered program.
 
     Args:
-        platform: 'cpu', 'gpu' or 'tpu', which the program is for.
+        platform: target platform of the program: 'cpu', 'gpu' or 'tpu'.
+
+    Returns:
+        Whether the program has any of these operations.
     """
     module: Any = lowered.compiler_ir("stablehlo")
-    operations, transforms = _operations(module, *_IN_QUESTION), _operations(module, _TRANSFORM)
+    operations, transforms = _operations(module, *_NEED_SHARDINGS), _operations(module, _TRANSFORM)
     selections = _operations(module, _SELECTION)
     if not (operations or transforms or selections):
         return False
@@ -70,13 +73,13 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
         mesh = largest_mesh(module)
         if mesh is None:
             return True
-        positions = [_positions_in_question(operation, mesh) for operation in operations]
-        said = _said_by_propagation(module, mesh, positions) if any(positions) else [[] for _ in operations]
-        for operation, asked, splits in zip(operations, positions, said, strict=True):
+        probed = [_positions_to_probe(operation, mesh) for operation in operations]
+        propagated = _propagated(module, mesh, probed) if any(probed) else [[] for _ in operations]
+        for operation, positions, splits in zip(operations, probed, propagated, strict=True):
             if operation.name == _SCATTER:
-                for position, split in zip(asked, splits, strict=True):
+                for position, split in zip(positions, splits, strict=True):
                     _keep_parts_equal(operation, position, split, mesh)
-            elif asked:
+            elif positions:
                 layouts = _layouts if operation.name == _CONVOLUTION else product_layouts
                 _constrain_all(operation, layouts(operation, splits[0], splits[1], splits[2], mesh))
         for operation in transforms:
@@ -87,10 +90,11 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
 
 
 class PartitionedJit:
-    """`jax.jit(fn)` for eager calls: a program over several devices that needs layouts of `avoid_faults` is compiled with them.
+    """`jax.jit(fn)` for eager calls, which compiles programs over several devices with the constraints of `avoid_faults`.
 
     Attributes:
-        is_affected: whether the function's programs have operations that need it; None before the first over several devices.
+        is_affected: whether the function's programs have operations that need constraints; None before the first program over
+            several devices.
     """
 
     __slots__ = ("_compiled", "_in_trace", "_static", "is_affected", "jitted")
@@ -98,9 +102,9 @@ class PartitionedJit:
     def __init__(self, fn: Callable[..., Any], static: tuple[int, ...] = (), inline: bool = False, **options: Any) -> None:
         """
         Args:
-            static: positions of arguments that are no arrays, known while `fn` is traced.
-            inline: in a trace, what `fn` records stands there as if it had been called; then there are no options.
-            options: of `jax.jit`.
+            static: positions of arguments that are not arrays and are constants while `fn` is traced.
+            inline: record the operations of `fn` inline in an outer trace; excludes `options`.
+            options: further options of `jax.jit`.
         """
         assert not (inline and options)
         inlined = Inlined(fn, static) if inline else None
@@ -111,7 +115,11 @@ class PartitionedJit:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Arrays, numbers and containers of them."""
+        """Call the function with arrays, numbers and pytrees of them.
+
+        Raises:
+            SpmdError: the arrays are on different devices, or on the same devices in different orders.
+        """
         try:
             return self._called(args)
         except ValueError as error:
@@ -139,7 +147,7 @@ class PartitionedJit:
 
 
 def raise_other_devices(error: ValueError) -> None:
-    """In our words, if it is jax's error for arrays on different devices, or on the same in another order; else nothing."""
+    """Raise an SpmdError if `error` is jax's error for arrays on different devices, or on the same devices in different orders."""
     if "incompatible devices" not in str(error):
         return
     found = re.findall(r"(?:shape \w+\[([\d,]*)\] and )?with device ids (\[[^\]]*\])", str(error))
@@ -159,7 +167,7 @@ def _platform(leaves: Sequence[Any]) -> str:
 
 
 def _described(leaf: Any) -> Any:
-    """What of a leaf decides which program runs."""
+    """The properties of a leaf that determine which program runs."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type  # pyright: ignore[reportAttributeAccessIssue]
     return (leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else type(leaf)
@@ -168,20 +176,20 @@ def _described(leaf: Any) -> Any:
 def _operations(module: Any, *names: str) -> list[Any]:
     found: list[Any] = []
 
-    def look(operation: Any) -> Any:
+    def visit(operation: Any) -> Any:
         if operation.name in names:
             found.append(operation)
         return ir.WalkResult.ADVANCE
 
-    module.operation.walk(look)
+    module.operation.walk(visit)
     return found
 
 
 def _layouts(operation: Any, of_left: Split, of_right: Split, of_out: Split, mesh: ModuleMesh) -> tuple[Any, Any, Any]:
-    """Of a convolution's left operand, right operand and result.
+    """Layouts of a convolution's left operand, right operand and result.
 
     Args:
-        of_left, of_right, of_out: the axes of the dims of operands and result, as propagation says.
+        of_left, of_right, of_out: axes of the dims of the operands and the result, according to propagation.
     """
     numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
     left, right, out = *operation.operands, operation.results[0]
@@ -217,7 +225,7 @@ def _layouts(operation: Any, of_left: Split, of_right: Split, of_out: Split, mes
 
 
 def _constrain_all(operation: Any, layouts: tuple[Any, Any, Any] | None) -> None:
-    """Lay both operands and the result out; None: as they are."""
+    """Constrain both operands and the result to `layouts`; None leaves them unconstrained."""
     if layouts is None:
         return
     _constrain(operation, 0, layouts[0])
@@ -227,7 +235,7 @@ def _constrain_all(operation: Any, layouts: tuple[Any, Any, Any] | None) -> None
 
 
 def _is_plain(operation: Any) -> bool:
-    """Whether a window begins at the left operand's first element, or before: the partitioner ends the process where it begins later."""
+    """Whether windows start at the left operand's first element or before it; otherwise the partitioner ends the process."""
     padding = operation.attributes.get("padding", None)
     return padding is None or all(int(low) >= 0 for low in np.array(ir.DenseIntElementsAttr(padding))[:, 0])
 
@@ -237,7 +245,7 @@ def _chosen(split: Split, dims: Iterable[int]) -> dict[int, Sequence[str]]:
 
 
 def _constrain(operation: Any, position: int, sharding: Any) -> None:
-    """Lay one operand out by `sharding`."""
+    """Constrain one operand to `sharding`."""
     with ir.InsertionPoint(operation):
         operation.operands[position] = sdy.ShardingConstraintOp(operation.operands[position], sharding).result
 
@@ -249,18 +257,18 @@ def _constrain_result(operation: Any, sharding: Any) -> None:
     result.replace_all_uses_except(constraint.result, constraint.operation)
 
 
-def _positions_in_question(operation: Any, mesh: ModuleMesh) -> list[int]:
-    """The operands of which it must be known how they are split."""
+def _positions_to_probe(operation: Any, mesh: ModuleMesh) -> list[int]:
+    """Positions of the operands (or `_RESULT`) whose sharding determines the constraints of an operation."""
     if operation.name == _CONVOLUTION:
         return [0, 1, _RESULT]
     if operation.name == _PRODUCT:
         return [0, 1, _RESULT] if mesh.num_axes > 2 else []
-    first = len(operation.operands) // 2  # as many results as updates, and the indices between
+    first = len(operation.operands) // 2  # the operands are the inputs, the indices, and one update per input
     return [i for i in range(first, len(operation.operands)) if _dims_at_risk(operation, i, mesh)]
 
 
 def _dims_at_risk(operation: Any, position: int, mesh: ModuleMesh) -> list[int]:
-    """The dims of a scatter's indices or updates that name its rows and may be split into parts of unequal size."""
+    """The dims of a scatter's indices or updates that enumerate its rows and may be split into parts of unequal size."""
     numbers = stablehlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
     others = [numbers.index_vector_dim] if position == len(operation.operands) // 2 else numbers.update_window_dims
     shape = ir.RankedTensorType(operation.operands[position].type).shape
@@ -286,12 +294,12 @@ def _keep_transform_whole(mesh: ModuleMesh, operation: Any, is_on_cpu: bool) -> 
             operation.operands[0] = _row_major(operation.operands[0]).results[0]
         result = operation.results[0]
         with ir.InsertionPoint.after(operation):
-            laid = _row_major(result)
-        result.replace_all_uses_except(laid.results[0], laid.operation)
+            ordered = _row_major(result)
+        result.replace_all_uses_except(ordered.results[0], ordered.operation)
 
 
 def _keep_windows_whole(mesh: ModuleMesh, operation: Any) -> None:
-    """Dims along which a maximum was taken in windows are not split, if windows are at least twice as long as their stride."""
+    """Do not split the dims of a windowed maximum if its windows are at least twice as long as their stride."""
     sizes, strides = (list(ir.DenseI64ArrayAttr(operation.attributes[f"window_{name}"])) for name in ("dimensions", "strides"))
     dims = [dim for dim, size in enumerate(sizes) if size > 1]
     if not any(sizes[dim] >= 2 * strides[dim] for dim in dims):
@@ -302,7 +310,7 @@ def _keep_windows_whole(mesh: ModuleMesh, operation: Any) -> None:
 
 
 def _row_major(value: Any) -> Any:
-    """An operation that gives `value` in the one order in memory that transforms take."""
+    """An operation that returns `value` in row-major memory order, the only one that transforms accept."""
     kind = ir.RankedTensorType(value.type)
     call = stablehlo.CustomCallOp([kind], [value], call_target_name="LayoutConstraint", backend_config=ir.StringAttr.get(""))
     for side, order in (("operand", range(kind.rank)), ("result", reversed(range(kind.rank)))):
@@ -311,37 +319,37 @@ def _row_major(value: Any) -> Any:
     return call
 
 
-def _said_by_propagation(module: Any, mesh: ModuleMesh, positions: Sequence[Sequence[int]]) -> list[list[Split]]:
-    """How operands of convolutions and scatters are split; not at all where propagation says nothing, or several things.
+def _propagated(module: Any, mesh: ModuleMesh, positions: Sequence[Sequence[int]]) -> list[list[Split]]:
+    """The sharding of operands according to Shardy's propagation; unsplit if propagation gives none or several.
 
     Args:
-        positions: of each operation the operands in question.
+        positions: positions of the operands in question, for each operation.
     """
     copy = module.operation.clone()
     ranks: list[int] = []
-    for operation, asked in zip(_operations(copy, *_IN_QUESTION), positions, strict=True):
-        for position in asked:
+    for operation, probed in zip(_operations(copy, *_NEED_SHARDINGS), positions, strict=True):
+        for position in probed:
             value = operation.results[0] if position == _RESULT else operation.operands[position]
-            _ask(operation, position, value, len(ranks))
+            _insert_probe(operation, position, value, len(ranks))
             ranks.append(ir.RankedTensorType(value.type).rank)
     passmanager.PassManager.parse("builtin.module(inline,sdy-propagation-pipeline)").run(copy)
-    said: dict[int, set[Split]] = {}
+    by_probe: dict[int, set[Split]] = {}
     for operation in _operations(copy, "stablehlo.custom_call"):
-        if operation.attributes["call_target_name"].value == _ASKED:
-            said.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, mesh))
-    found = [said.get(number, set()) for number in range(len(ranks))]
-    splits = iter([next(iter(answers)) if len(answers) == 1 else ((),) * rank for answers, rank in zip(found, ranks, strict=True)])
-    return [[next(splits) for _ in asked] for asked in positions]
+        if operation.attributes["call_target_name"].value == _PROBE:
+            by_probe.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, mesh))
+    found = [by_probe.get(number, set()) for number in range(len(ranks))]
+    splits = iter([next(iter(several)) if len(several) == 1 else ((),) * rank for several, rank in zip(found, ranks, strict=True)])
+    return [[next(splits) for _ in probed] for probed in positions]
 
 
-def _ask(operation: Any, position: int, value: Any, number: int) -> None:
-    """Put an operation without meaning before an operand or behind the result, whose layout propagation will say."""
+def _insert_probe(operation: Any, position: int, value: Any, number: int) -> None:
+    """Insert a probe, an identity operation to which propagation assigns a layout, before an operand or after the result."""
     shape = ir.RankedTensorType(value.type).shape
     names = "ijklmnop"[: len(shape)]
     listed, sizes = ", ".join(names), ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
     with ir.InsertionPoint.after(operation) if position == _RESULT else ir.InsertionPoint(operation):
         config = ir.StringAttr.get(str(number))
-        call = stablehlo.CustomCallOp([value.type], [value], call_target_name=_ASKED, backend_config=config)
+        call = stablehlo.CustomCallOp([value.type], [value], call_target_name=_PROBE, backend_config=config)
         call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(f"#sdy.op_sharding_rule<([{listed}])->([{listed}]) {{{sizes}}}, custom>")
     if position == _RESULT:
         value.replace_all_uses_except(call.results[0], call.operation)
@@ -350,7 +358,7 @@ def _ask(operation: Any, position: int, value: Any, number: int) -> None:
 
 
 def _split_of_result(operation: Any, mesh: ModuleMesh) -> Split:
-    """The axes of each dim; none of a dim that an axis splits in part, or where the mesh is another one."""
+    """The axes of each dim of a result; none for a dim that is split by a part of an axis, or if the layout is over another mesh."""
     rank = ir.RankedTensorType(operation.results[0].type).rank
     if "sdy.sharding" not in operation.attributes:
         return ((),) * rank

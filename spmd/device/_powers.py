@@ -1,8 +1,9 @@
-"""Powers of numbers that a traced program computes.
+"""Powers of the numbers in a traced program.
 
-Note [Powers on TPUs]. Adam corrects its moments by `1 - beta ** step`, in 64-bit floats as Python computes it. TPUs have none: XLA
-makes each such operation many of 32-bit floats, of a power 1,300: a third of a program of rolled layers for its two. An optimizer's step
-counter is a whole number, so there its power is a loop of multiplications, 90 operations. Other exponents keep XLA's power.
+Note [Powers on TPUs]. Adam corrects its moments by `1 - beta ** step`, computed in float64 as in Python. TPUs have no float64: XLA
+expands each such operation into many float32 operations, and a power into 1,300. Its two powers were a third of a program with rolled
+layers. An optimizer's step counter is a whole number, so its power is a loop of multiplications with 90 operations. Other exponents
+use XLA's power.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from spmd.device._storage import recording
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """`base ** exponent` of Python numbers or 0-dim arrays; a root is XLA's root, which is a hundredth of its power."""
-    if isinstance(base, jax.Array) and not jnp.issubdtype(base.dtype, jnp.inexact):  # as Python's int is made a float
+    """`base ** exponent` for Python numbers or 0-dim arrays. A square root uses XLA's root, at a hundredth of the cost of its power."""
+    if isinstance(base, jax.Array) and not jnp.issubdtype(base.dtype, jnp.inexact):  # as Python converts an int to float
         base = base.astype(jnp.float64)
     if isinstance(base, jax.Array) and isinstance(exponent, float) and exponent == 0.5:
         return jnp.sqrt(base)
@@ -32,14 +33,17 @@ def power(base: Any, exponent: Any) -> Any:
 
 
 def power_of_count(base: Any, count: Any) -> Any:
-    """`base ** count` by squaring (Knuth, TAOCP 2, 4.6.3): one multiplication a pass, two passes for each bit of `count`.
+    """`base ** count` by squaring (Knuth, TAOCP 2, 4.6.3): one multiplication per pass, up to two passes per bit of `count`.
 
     Args:
         base: float64[].
-        count: float32[]. Where it is no whole number, or negative, the power of the rest is one of 32-bit floats.
+        count: float32[]. The power of its fractional part, or of a negative count, is computed in float32.
+
+    Returns:
+        float64[].
     """
     left = jnp.maximum(count.astype(jnp.int32), 0)
-    rest = jnp.power(base.astype(jnp.float32), count - left.astype(jnp.float32))  # 1 where there is none
+    rest = jnp.power(base.astype(jnp.float32), count - left.astype(jnp.float32))  # 1 if there is no rest
 
     def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         found, square, left = state

@@ -1,12 +1,13 @@
 """Layouts of matrix products on a mesh of three axes.
 
 Note [Products over three axes]
-A matrix product, or a convolution, of which the dim that is summed over is split by one axis and the factors' other dims by two more, may
-give rows of another device (openxla/xla, dot_handler.cc; in plain JAX too): where an axis splits both factors' own dims, where the factors
-disagree about the dim that is summed over, or where all three are split and the result in yet another way. So on a mesh of three axes the
-factors are pinned to layouts that agree, in which no axis has two parts to play: first the factors' own dims are split, as the result has
-them, then the summed one, as the partitioner would do. The result is pinned to what follows, unless it has that, with or without the summed
-one's axis behind it. Of a convolution the features that are summed over are kept whole.
+A matrix product or convolution whose contracting dim is split by one axis and whose factors' other dims are split by two more axes may
+return rows of another device (openxla/xla, dot_handler.cc; also in plain JAX). This happens if one axis splits a free dim of both
+factors, if the factors disagree about the contracting dim, or if all three dims are split and the result is split in yet another way.
+On a mesh of three axes the factors are therefore constrained to compatible layouts in which each axis has one role. The free dims of
+the factors are assigned first, split as in the result, and then the contracting dim, as the partitioner would do. The result is
+constrained to the layout that follows, unless it has that layout already, with or without the contracting dim's axis appended. For a
+convolution, the features that are summed over are not split.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from spmd.device._module_mesh import ModuleMesh, Split
 
 @dataclass(frozen=True)
 class _Product:
-    """A sum of products of two factors.
+    """A `dot_general`: a sum of products of two factors.
 
     Attributes:
-        shared, summed: dims of the left factor -> dims of the right one: those that stay, and those that are summed over.
-        own_left, own_right: dims that only one factor has -> dims of the result.
+        left, right, out: the factors and the result.
+        shared: batch dims: dim of the left factor -> dim of the right one.
+        summed: contracting dims: dim of the left factor -> dim of the right one.
+        own_left, own_right: free dims: dim of one factor -> dim of the result.
     """
 
     left: Any
@@ -41,7 +44,11 @@ class _Product:
 
 
 def product_layouts(operation: Any, of_left: Split, of_right: Split, of_out: Split, mesh: ModuleMesh) -> tuple[Any, Any, Any] | None:
-    """Of a matrix product's factors and result; None where it needs none."""
+    """Layouts of a matrix product's factors and result; None if it needs no constraints.
+
+    Args:
+        of_left, of_right, of_out: axes of the dims of the factors and the result, according to propagation.
+    """
     numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
     left, right, out = *operation.operands, operation.results[0]
     shared = dict(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
@@ -54,7 +61,7 @@ def product_layouts(operation: Any, of_left: Split, of_right: Split, of_out: Spl
 
 
 def _agreed(product: _Product, of_left: Split, of_right: Split, of_out: Split, mesh: ModuleMesh) -> tuple[Any, Any, Any] | None:
-    """Layouts of factors and result in which no axis has two parts to play; of the result None where any will do. See the Note."""
+    """Layouts of the factors and the result in which each axis has one role; None for a result that needs no constraint. See the Note."""
     is_sum_split = any(of_left[dim] or of_right[other] for dim, other in product.summed.items())
     if not is_sum_split or not mesh.has_three_axes((*of_left, *of_right, *of_out)):
         return None
@@ -71,7 +78,7 @@ def _agreed(product: _Product, of_left: Split, of_right: Split, of_out: Split, m
         on_left[dim] = on_right[other] = on_out[place] = take(of_left[dim] if is_left_larger else of_right[other])
     sides = [(of_left, product.own_left, on_left), (of_right, product.own_right, on_right)]
     for (split, own, layout), (their_split, others, _) in (sides, sides[::-1]) if is_left_larger else (sides[::-1], sides):
-        # an axis that both have goes where the result has it
+        # an axis that splits both factors is assigned to the one for which the result has it
         theirs = {axis for dim, place in others.items() for axis in their_split[dim] if axis in of_out[place]}
         for dim, place in own.items():
             layout[dim] = on_out[place] = take(split[dim], theirs)

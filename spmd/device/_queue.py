@@ -1,4 +1,4 @@
-"""What holds operations that run later, as the buffers see it that wait for them."""
+"""The interface of a queue of deferred operations, as buffers with pending values use it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class Queue(Protocol):
-    """Holds operations that run later (see `_deferred`); a buffer that is to get its value from them knows it."""
+    """A queue of deferred operations (see `_deferred`). A buffer whose value they will compute refers to it."""
 
     def run(self) -> None:
-        """Run them: every buffer that waits for this queue has its value then."""
+        """Run the operations. Afterwards every buffer that was pending on this queue has its value."""
         ...
 
     def dtype_of(self, buffer: Buffer) -> np.dtype[Any]:
-        """The element type that a waiting buffer will have."""
+        """The element type of a pending buffer."""
         ...
 
     def annotate(self, buffer: Buffer, spec: mesh.ShardingSpec) -> None:
-        """Lay out the value that a waiting buffer will have."""
+        """Set the layout of a pending buffer's future value."""
         ...
 
     def leave(self, buffer: Buffer) -> None:
-        """A buffer that waited was given a value by somebody else."""
+        """Called when a buffer of this queue gets another value."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""The device's random stream: a seed and a count of draws, both on the host, from which every key is derived.
+"""The device's random stream. Every key is derived from a seed and a number of draws, which are both on the host.
 
-The n-th draw after `torch.manual_seed(s)` uses the key fold_in(s, n), whatever the mesh or the number of devices. While a
-program is traced, seed and count at its start are inputs of the program, so one executable serves every call, and the
-count advances by the number of draws in the program.
+The n-th draw after `torch.manual_seed(s)` uses the key fold_in(s, n), independent of the mesh and the number of devices. The seed
+and the number of draws at the start of a traced program are inputs of the program, so one executable serves every call. Each call
+advances the number by the draws of the program.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _WORDS = 4  # (seed high, seed low, count high, count low), 32 bits each
 
 
 class RandomStream:
-    """Seed and number of draws so far.
+    """A seed and the number of draws since it was set.
 
     Attributes:
-        seed: 64-bit integer.
-        draws: keys handed out since the seed was set.
+        seed: 64-bit unsigned integer.
+        draws: number of keys drawn since the seed was set.
     """
 
     def __init__(self, seed: int) -> None:
@@ -38,11 +38,15 @@ class RandomStream:
         return np.array([self.seed >> 32, self.seed & 0xFFFFFFFF, self.draws >> 32, self.draws & 0xFFFFFFFF], np.uint32)
 
     def get_state(self) -> torch.Tensor:
-        """The state as a CPU byte tensor of 16 elements, as `torch.get_rng_state` gives it."""
+        """The state as a CPU byte tensor of 16 elements, in the style of `torch.get_rng_state`."""
         return torch.from_numpy(self.words().view(np.uint8).copy())
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Take a state from `get_state`."""
+        """Restore a state from `get_state`.
+
+        Raises:
+            SpmdError: the tensor is not such a state.
+        """
         if state.dtype != torch.uint8 or state.numel() != 4 * _WORDS:
             raise SpmdError(
                 message(
@@ -54,7 +58,7 @@ class RandomStream:
         self.set_words(state.cpu().numpy().view(np.uint32))
 
     def set_words(self, words: np.ndarray[Any, Any]) -> None:
-        """Take a state from `words`."""
+        """Restore a state from `words`."""
         high_seed, low_seed, high, low = map(int, words)
         self.seed, self.draws = high_seed << 32 | low_seed, high << 32 | low
 
@@ -63,12 +67,16 @@ default_stream = RandomStream(torch.initial_seed())
 
 
 def share_seed() -> None:
-    """In a job, take process 0's seed: PyTorch seeds itself differently in every process until `torch.manual_seed`."""
+    """Use process 0's seed in all processes of a job. PyTorch seeds each process differently until `torch.manual_seed`."""
     torch.manual_seed(int(_join.shared("torch seed", str(torch.initial_seed()))))
 
 
 def next_key() -> Any:
-    """Key data (uint32[2]) of the stream's next draw; advances the stream."""
+    """Key data (uint32[2]) of the stream's next draw. Advances the stream.
+
+    Raises:
+        TraceError: called in a function that JAX traces outside `spmd.compile`.
+    """
     recorder = recording.get()
     if recorder is None:
         if is_tracing():
@@ -89,14 +97,20 @@ def next_key() -> Any:
 
 
 def advanced(words: Any, draws: int) -> Any:
-    """The state `draws` draws later, as uint32[4], computed on the device."""
+    """The state (uint32[4]) after `draws` more draws, computed on the device."""
     low = words[3] + np.uint32(draws)
     high = words[2] + (low < words[3]).astype(np.uint32)
     return words.at[2].set(high).at[3].set(low)
 
 
 def _key(seed: Any, draws: Any, ahead: int) -> Any:
-    """fold_in of the draw's 64-bit number, `ahead` draws after the one whose two words are given."""
+    """Key data for the draw number `draws + ahead`, folded in as 64 bits.
+
+    Args:
+        seed: uint32[2], high word first.
+        draws: uint32[2], high word first.
+        ahead: number of draws to add.
+    """
     low = draws[1] + np.uint32(ahead % 2**32)
     high = draws[0] + (low < draws[1]).astype(np.uint32)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), high), low)
@@ -105,5 +119,5 @@ def _key(seed: Any, draws: Any, ahead: int) -> Any:
 
 @jax.jit
 def key_of_words(words: Any) -> Any:
-    """Key data of the next draw after a state, uint32[4]."""
+    """Key data (uint32[2]) of the next draw after a state (uint32[4])."""
     return _key(words[:2], words[2:], 0)

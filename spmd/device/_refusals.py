@@ -1,9 +1,9 @@
-"""What torch's CPU refuses, this device refuses: torch's own kernels are asked, with shapes and dtypes in place of values.
+"""Raises CPU torch's errors for invalid calls on this device, by running torch's own kernels with shapes and dtypes instead of values.
 
-A `MetaCheck` asks the meta kernel once per plan and combination of shapes; the same answer gives the result dtypes. Where it
-refuses, the CPU kernel has the last word, on zeros, so that a user sees the CPU's own error and a meta kernel that is too
-strict refuses nothing. What neither sees without values (an index out of bounds) is not refused; what a meta kernel leaves
-to others is in the `check` of a lowering. Tensors that an op writes are looked at where they are written.
+A `MetaCheck` runs the meta kernel once per plan and combination of shapes; the result dtypes come from the same run. If the meta
+kernel raises, the CPU kernel runs on zeros and decides. The user therefore sees the CPU's own error, and a meta kernel that is too
+strict has no effect. Errors that depend on values (an index out of bounds) are not found here. Checks that a meta kernel lacks are
+in the `check` of the lowering. Tensors that an op writes are checked where they are written.
 
     meta_check = MetaCheck(torch.ops.aten.gather.default, (TensorSlot(0, torch.float32), 1, TensorSlot(1, torch.int64)), {})
     meta_check.results([jnp.ones((1, 1)), jnp.ones((2, 2))])     # RuntimeError: Size does not match at dimension 0 ...
@@ -27,20 +27,21 @@ from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, disp
 from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of, is_device_tensor
 
-_FEW, _SMALL = 2**16, 8  # elements of all arguments up to which they are asked for as they are; size of a dim else
+_FEW = 2**16  # total number of elements up to which the real shapes are used
+_SMALL = 8  # maximum size of a dim for larger calls
 _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 _IS_OF_DTYPES = re.compile(r"type|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ")
-# What accelerators do and the CPU does not: integers are counted (a size that follows from values is refused elsewhere), and the
-# statistics of a 16-bit batch norm are kept in float32
+# Ops for which accelerators accept more than the CPU: they count integers (a size that depends on values is refused elsewhere),
+# and they keep the statistics of a 16-bit batch norm in float32.
 _OTHER_ON_ACCELERATORS = {"aten::histc", "aten::bincount", "aten::native_batch_norm_backward"}
 _LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
 Dtypes = tuple[torch.dtype | None, ...] | None
-_LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its kernel does not take: no matter here
+_LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its own kernel lacks; this device supports them
 
 
 class TensorSlot:
-    """A device tensor's place among a call's arguments: its dtype, and the position of its shape."""
+    """Placeholder for a device tensor among a call's arguments: its dtype, and the position of its value."""
 
     __slots__ = ("dtype", "index")
 
@@ -50,11 +51,12 @@ class TensorSlot:
 
 
 class MetaCheck:
-    """One way to call an overload, shapes left open.
+    """A check of calls of an overload with fixed dtypes and static arguments, for any shapes.
 
     Attributes:
-        accepted: the combinations of shapes that torch accepted.
-        is_complete: the call has every argument that the overload needs; torch can be asked.
+        accepted: combinations of shapes that torch accepted.
+        holes: positions of the device tensors' values.
+        is_complete: whether the call has every required argument and the op has a meta kernel, so that torch can run it.
     """
 
     __slots__ = ("accepted", "args", "holes", "is_complete", "kwargs", "op")
@@ -65,36 +67,36 @@ class MetaCheck:
         self.kwargs = {name: arg for name, arg in kwargs.items() if name != "generator"}
         self.holes = [hole.index for hole in _tensor_slots((*args, *kwargs.values()))]
         self.accepted: set[Any] = set()
-        rest = op._schema.arguments[len(args) :]  # C++ leaves an in-place form's defaults out, which its functional form may not have
+        rest = op._schema.arguments[len(args) :]  # C++ omits defaults of an in-place form, which the functional form may lack
         self.is_complete = all(a.has_default_value() or a.name in kwargs for a in rest) and _has_fake(op)
 
     def check(self, values: Sequence[Any]) -> None:
-        """Raise what torch raises for arrays of these shapes, if it has not accepted them before."""
+        """Raise torch's error for arrays of these shapes, unless it has accepted them before."""
         if tuple([values[index].shape for index in self.holes]) not in self.accepted:
             self.results(values)
 
     def results(self, values: Sequence[Any]) -> Dtypes:
-        """What torch's meta kernel says the result dtypes are; None if it has no meta kernel or cannot tell.
+        """Result dtypes according to torch's meta kernel; None if there is no meta kernel or it cannot infer them.
 
-        One of several results is None where the op leaves it undefined (`output_mask`).
+        The dtype of a result that the op leaves undefined (`output_mask`) is None.
 
         Raises:
-            Exception: torch's CPU refuses the call; its own error.
+            Exception: CPU torch's own error, if it refuses the call.
         """
         shapes = {index: values[index].shape for index in self.holes}
         refused, out = False, None
         try:
-            out = self._asked("meta", shapes) if self.is_complete else None
+            out = self._run("meta", shapes) if self.is_complete else None
         except (NotImplementedError, Warning):
-            out = None  # it has no meta kernel
+            out = None  # no meta kernel
         except Exception as error:
-            if not self.op._schema.name.startswith("aten::"):  # a library's own check of shapes; its CPU kernel is the user's code
-                if "get_ctx()" in str(error):  # it would make up a size, which depends on values
+            if not self.op._schema.name.startswith("aten::"):  # a library's own shape check; its CPU kernel is user code
+                if "get_ctx()" in str(error):  # it would create an unbacked size, which depends on values
                     return None
                 raise
             refused = self.op._schema.name not in _LIMITS_OF_A_KERNEL
         if refused:
-            self._ask_cpu(shapes)
+            self._check_on_cpu(shapes)
         self.accepted.add(tuple(shapes.values()))
         outs = out if isinstance(out, tuple | list) else (out,)
         if out is not None and all(o is None or isinstance(o, torch.Tensor) for o in outs):
@@ -102,18 +104,18 @@ class MetaCheck:
         return None
 
     def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> None:
-        """Raise what torch's CPU raises for arguments of these dtypes, which meta kernels seldom look at.
+        """Raise CPU torch's error for arguments of these dtypes, which meta kernels seldom check.
 
-        Asked once per plan, with small zeros in place of large ones; what they make the CPU refuse for another reason is not
-        refused. Nor is what only a 16-bit float's missing CPU kernel refuses: accelerators have it.
+        Runs once per plan, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes are ignored.
+        So are errors because the CPU has no kernel for a 16-bit float: accelerators have one.
 
         Args:
-            draws: the op draws random numbers, which is not to be seen in the user's stream.
+            draws: whether the op draws random numbers, which must not advance the user's stream.
         """
         if not self.is_complete or self.op._schema.name in _LIMITS_OF_A_KERNEL | _OTHER_ON_ACCELERATORS:
             return
         if self.op._schema.name == "aten::linear" and {slot.dtype for slot in _tensor_slots(self.args)} <= _MIXED:
-            return  # parameters are casts, inputs not
+            return  # parameters are cast, but inputs are not
         shapes = {index: tuple(values[index].shape) for index in self.holes}
         whole, args = shapes, self._cut_args()
         if sum(map(math.prod, shapes.values())) > _FEW:
@@ -122,42 +124,42 @@ class MetaCheck:
         with warnings.catch_warnings(), torch.random.fork_rng((), enabled=draws, device_type="cpu"):
             warnings.simplefilter("ignore")
             try:
-                self._asked("cpu", shapes, args)
-            except IndexError as error:  # a position in a small dim says nothing of the large one
+                self._run("cpu", shapes, args)
+            except IndexError as error:  # an index out of bounds of the small dim may be valid in the large one
                 if (is_whole or _IS_OF_DTYPES.search(str(error))) and not self._is_of_masks_values(error):
                     raise
             except (RuntimeError, TypeError, ValueError) as error:
-                said = str(error)
-                if _IS_OF_DTYPES.search(said) and not _LACKS_A_KERNEL.search(said):
+                text = str(error)
+                if _IS_OF_DTYPES.search(text) and not _LACKS_A_KERNEL.search(text):
                     raise
 
-    def _ask_cpu(self, shapes: dict[int, tuple[int, ...]]) -> None:
+    def _check_on_cpu(self, shapes: dict[int, tuple[int, ...]]) -> None:
         with contextlib.suppress(NotImplementedError, Warning):
             try:
-                self._asked("cpu", shapes)
+                self._run("cpu", shapes)
             except IndexError as error:
                 if not self._is_of_masks_values(error):
                     raise
 
     def _is_of_masks_values(self, error: IndexError) -> bool:
-        """Whether torch only refuses how many places a mask selects: one of zeros selects none."""
+        """Whether the error is only about the number of elements that a mask selects: a mask of zeros selects none."""
         return "broadcast together" in str(error) and any(slot.dtype in _MASKS for slot in _tensor_slots(self.args))
 
     def _cut_args(self) -> list[Any]:
-        """The arguments with small sizes in place of those of a large result, which the CPU would write (`slice_backward`)."""
+        """The arguments, with small sizes in place of those of a large result that the CPU would allocate (`slice_backward`)."""
         return [[min(size, _SMALL) for size in arg] if _is_sizes(arg) and math.prod(map(abs, arg)) > _FEW else arg for arg in self.args]
 
-    def _asked(self, device: str, shapes: dict[int, tuple[int, ...]], given: Sequence[Any] | None = None) -> Any:
+    def _run(self, device: str, shapes: dict[int, tuple[int, ...]], given: Sequence[Any] | None = None) -> Any:
         def made(arg: Any) -> Any:
             if isinstance(arg, TensorSlot):
-                return torch.zeros(shapes[arg.index], dtype=arg.dtype, device=device)  # the system gives no memory for unwritten zeros
+                return torch.zeros(shapes[arg.index], dtype=arg.dtype, device=device)  # the system allocates no memory for unwritten zeros
             return [made(item) for item in arg] if isinstance(arg, list) else arg
 
         args = [made(arg) for arg in (self.args if given is None else given)]
         kwargs = {name: device if name == "device" else made(arg) for name, arg in self.kwargs.items()}
         if device == "cpu" and any(
             a.name == "generator" for a in self.op._schema.arguments[len(args) :]
-        ):  # not to draw from the user's stream
+        ):  # must not draw from the user's stream
             kwargs["generator"] = torch.Generator()
         with DisableAutocast():
             return self.op(*args, **kwargs)
@@ -168,10 +170,10 @@ def _is_sizes(arg: Any) -> bool:
 
 
 def _has_fake(op: OpOverload) -> bool:
-    """Whether a library's operator says what its results are like (`register_fake`); ATen's always may."""
+    """Whether an operator can infer the properties of its results (`register_fake`); assumed for ATen's."""
     if op._schema.name.startswith("aten::"):
         return True
-    made = custom_operators.get(op._schema.name)  # of `custom_op`, which registers a fake that raises until it is given one
+    made = custom_operators.get(op._schema.name)  # made by `custom_op`, whose default fake raises
     if made is not None:
         return made._abstract_fn is not None
     return dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
@@ -186,11 +188,11 @@ def _tensor_slots(args: Iterable[Any]) -> Iterable[TensorSlot]:
 
 
 def meta_argument(arg: Any, index_of: Any) -> Any:
-    """An argument as a `MetaCheck` holds it.
+    """An argument in the form that `MetaCheck` takes.
 
     Args:
-        arg: what the call gave.
-        index_of: its counterpart in the plan's template, whose `index` is the value's position; a list for a list.
+        arg: argument of the call.
+        index_of: its counterpart in the plan's template, whose `index` is the position of its value; a list for a list.
     """
     if isinstance(arg, torch.Tensor):
         if arg.device.type == "jax":
@@ -207,11 +209,12 @@ def meta_argument(arg: Any, index_of: Any) -> Any:
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _FLOATS = (torch.float8_e4m3fnuz, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
 _HIGHS = sorted({*(torch.iinfo(dtype).max for dtype in _INTEGERS), *(torch.finfo(dtype).max for dtype in _FLOATS)})
-_LOWS = sorted({*(-high for high in _HIGHS), *(torch.iinfo(dtype).min for dtype in _INTEGERS)})  # unsigned ones take what wraps once
+# Unsigned dtypes also accept negative numbers that wrap around once.
+_LOWS = sorted({*(-high for high in _HIGHS), *(torch.iinfo(dtype).min for dtype in _INTEGERS)})
 
 
 def range_of(number: Any) -> Any:
-    """Which dtypes hold a number (None: all), since the CPU refuses to put it into others: `fill_(1e6)` of float16."""
+    """Key for the set of dtypes that can represent a number; None: all. The CPU refuses other dtypes: `fill_(1e6)` of float16."""
     if type(number) is complex:
         return range_of(number.real), range_of(number.imag)
     if -128 <= number <= 127:
@@ -219,17 +222,17 @@ def range_of(number: Any) -> Any:
     return (bisect_left(_HIGHS, number), bisect_right(_LOWS, number)) if math.isfinite(number) else str(number)
 
 
-# Ops that write an expanded tensor on the CPU too: they repeat one number, or never look.
+# Ops that write to an expanded tensor on the CPU too, because they repeat one number or do not check.
 # fmt: off
 _WRITES_EXPANDED = frozenset({
     "addmv_", "baddbmm_", "conj_physical_", "fill", "fill_", "full", "index_fill", "index_put", "masked_fill", "ones", "threshold",
     "tril", "triu", "zeros",
 })
-# Ops that may not write what they read, be it the same window.
+# Ops that may not write to a tensor that they read, not even to the same window.
 _READS_ALL_ALONG = frozenset({"cat", "gather", "index_select", "kthvalue", "linalg_cross", "masked_select", "take"})
-# In-place ops that may not read what they write at all; pointwise ones may, where it is the same window.
+# In-place ops that may not read the tensor that they write to; pointwise ops may read the same window.
 WRITES_APART = frozenset({"index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce"})
-# Ops whose `out=` has the result's dtype exactly; others cast.
+# Ops whose `out=` must have exactly the result's dtype; others cast.
 _EXACT_OUT = frozenset({
     "addmm", "addmv", "aminmax", "argmax", "argmin", "baddbmm", "bmm", "bucketize", "ceil", "complex", "cummax", "cummin", "diag",
     "floor", "frac", "gather", "heaviside", "index_copy", "index_reduce", "index_select", "kthvalue", "lerp", "linalg_cholesky_ex",
@@ -260,14 +263,14 @@ _C_NAMES = {
 
 
 def check_in_place(name: str, target: torch.Tensor) -> None:
-    """Raise as torch does where a tensor is to be written whose elements share their place.
+    """Raise torch's error for writing to a tensor whose elements share memory.
 
     Args:
-        name: the op without its overload.
-        target: the tensor to write.
+        name: name of the op without its overload.
+        target: the tensor to write to.
 
     Raises:
-        RuntimeError: a dim was expanded.
+        RuntimeError: a dim of `target` is expanded.
     """
     if target.is_contiguous() or name in _WRITES_EXPANDED:
         return
@@ -279,12 +282,12 @@ def check_in_place(name: str, target: torch.Tensor) -> None:
 
 
 def require_apart(name: str, target: torch.Tensor) -> None:
-    """Raise where an op that reads what it writes, or writes a part of it, is given overlapping windows (`x.unfold(0, 3, 1).add_(1)`).
+    """Raise if an op that reads the tensor it writes to, or writes a part of it, gets overlapping windows (`x.unfold(0, 3, 1).add_(1)`).
 
-    What CPU torch leaves there depends on the order in which it happens to go; it asks to clone, and refuses expanded dims alone.
+    CPU torch's result depends on its order of evaluation. Its documentation asks for a clone, but it raises only for expanded dims.
 
     Raises:
-        SpmdError: two elements of the target share their place.
+        SpmdError: two elements of `target` share memory.
     """
     reach = 0
     for step, size in sorted((s, n) for n, s in zip(target.shape, target.stride(), strict=True) if n > 1):
@@ -293,22 +296,22 @@ def require_apart(name: str, target: torch.Tensor) -> None:
             for n, s in zip(target.shape, target.stride(), strict=True):
                 places = places[..., None] + np.arange(n) * s
             if np.unique(places).size < places.size:
-                what = f"{name} in place of a view whose elements share memory: shape {tuple(target.shape)}, strides {target.stride()}"
+                what = f"in-place {name} on a view whose elements share memory: shape {tuple(target.shape)}, strides {target.stride()}"
                 raise SpmdError(message(what, *called_at(), fix="clone the view first, and write the result back where it belongs"))
             return
         reach += (size - 1) * step
 
 
 def check_out(name: str, targets: Sequence[torch.Tensor], read: Iterable[Any]) -> None:
-    """Raise as torch does where what an op writes (`out=`) shares memory within itself or with what the op reads.
+    """Raise torch's error if a tensor that an op writes to (`out=`) overlaps with itself or with a tensor that the op reads.
 
     Args:
-        name: the op without its overload.
-        targets: the tensors to write.
+        name: name of the op without its overload.
+        targets: the tensors to write to.
         read: the op's arguments.
 
     Raises:
-        RuntimeError: elements are shared.
+        RuntimeError: elements share memory.
     """
     for target in targets:
         check_in_place(name, target)
@@ -320,15 +323,15 @@ def check_out(name: str, targets: Sequence[torch.Tensor], read: Iterable[Any]) -
 
 
 def check_overlap(name: str, target: torch.Tensor, read: Iterable[Any]) -> None:
-    """Raise as torch does where a tensor that is written in place shares part of its memory with what the op reads.
+    """Raise torch's error if a tensor that is written in place partly overlaps with a tensor that the op reads.
 
     Args:
-        name: the op without its overload.
-        target: the tensor to write.
+        name: name of the op without its overload.
+        target: the tensor to write to.
         read: the op's other arguments.
 
     Raises:
-        RuntimeError: they share elements, and are not the same window.
+        RuntimeError: two tensors overlap and are not the same window.
     """
     for arg in read:
         if isinstance(arg, torch.Tensor) and _is_shared((target,), arg, may_be_read=name not in WRITES_APART):
@@ -336,7 +339,7 @@ def check_overlap(name: str, target: torch.Tensor, read: Iterable[Any]) -> None:
 
 
 def check_expands(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise as torch does where what is copied cannot be expanded to the tensor that is written."""
+    """Raise torch's error if `source` cannot be expanded to the shape of `target`, to which it is copied."""
     if source.dim() > target.dim():
         raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(source.shape)}")
     for dim in range(-1, -source.dim() - 1, -1):
@@ -348,15 +351,15 @@ def check_expands(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def check_out_dtype(name: str, computed: torch.dtype, target: torch.Tensor) -> None:
-    """Raise as torch does where a result cannot be written to `target` because of its dtype.
+    """Raise torch's error if a result cannot be written to `target` because of its dtype.
 
     Args:
-        name: the op without its overload.
-        computed: the result's dtype.
-        target: the tensor to write.
+        name: name of the op without its overload.
+        computed: dtype of the result.
+        target: the tensor to write to.
 
     Raises:
-        RuntimeError: torch does not cast so, or casts nothing for this op.
+        RuntimeError: torch does not allow this cast, or the op does not cast.
     """
     if not torch.can_cast(computed, target.dtype):
         raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target.dtype)}")
@@ -377,7 +380,7 @@ def _is_shared(targets: Sequence[torch.Tensor], arg: Any, *, may_be_read: bool) 
 
 
 def _overlap(target: torch.Tensor, arg: torch.Tensor, *, may_be_read: bool) -> bool:
-    """True if the two share elements, as far as torch looks: at the extents of dense windows."""
+    """Whether the two tensors overlap, by torch's test, which compares the extents of dense windows."""
     if target is arg:
         return not may_be_read
     if not (is_device_tensor(target) and is_device_tensor(arg)):

@@ -1,7 +1,8 @@
-"""Values that CPU torch refuses in operations other than indices: integers divided by 0, probabilities outside [0, 1], negative rates.
+"""Invalid values, other than indices, for which CPU torch raises: integers divided by 0, probabilities outside [0, 1], negative rates.
 
-Of values that the host knows the error comes at once; of others the program, or the eager operation, makes a check (`_checks`), which is
-raised when something is read. A body of a branch or a loop, which no flag can leave, checks what the host knows alone.
+For values that the host knows, the error is raised immediately. For others, the program or the eager operation makes a check
+(`_checks`), which is raised at the next read. The body of a branch or a loop checks only values that the host knows, because no flag
+can leave it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ import torch
 
 @dataclass(frozen=True)
 class Refused:
-    """What the elements of a tensor must not be.
+    """A condition under which CPU torch refuses the elements of a tensor.
 
     Attributes:
         index: the tensor.
-        is_wrong: whether an array of numpy or jax, the library given first, holds what is refused.
+        is_wrong: called with numpy or jax.numpy and an array; returns a 0-dim bool, True if the array has invalid elements.
         text: CPU torch's message.
-        fix: what to do about it.
+        kind: class of CPU torch's exception.
+        fix: fix that the error of a check on the device suggests.
     """
 
     index: torch.Tensor
     is_wrong: Callable[[Any, Any], Any]
     text: str
     kind: type[Exception] = RuntimeError
-    fix: str = "look at the values before this line, and mask those that are refused"
+    fix: str = "check the values before this line, and mask invalid ones"
 
     def found(self, lib: Any, values: Any) -> Any:
-        """1 where the values are refused, else 0."""
+        """1 if the values are invalid, else 0."""
         return lib.asarray(self.is_wrong(lib, values), np.int64) if lib is np else _on_device(self.is_wrong, values)
 
     def require(self, values: np.ndarray[Any, Any]) -> None:
-        """Raise as CPU torch does for values that the host knows."""
+        """Raise CPU torch's error if values that the host knows are invalid."""
         if self.found(np, values):
             raise self.kind(self.text)
 
@@ -75,13 +77,13 @@ _DIVISOR = "mask the divisor before this line: torch.where(n == 0, 1, n)"
 
 
 def _divisor(named: _Named) -> Iterator[Refused]:
-    """Integers alone: floats have infinities, and bools are not divided."""
+    """Checks only integer division: floats have infinities, and bools are not divided."""
     self, other = named["self"], named["other"]
     if torch.result_type(self, other) not in _INTEGERS or (isinstance(self, torch.Tensor) and not self.numel()):
         return
     if isinstance(other, torch.Tensor):
         yield Refused(other, _has_zero, "ZeroDivisionError", fix=_DIVISOR)
-    elif int(other) % (1 << 8 * torch.result_type(self, other).itemsize) == 0:  # the dtype holds these bits of it
+    elif int(other) % (1 << 8 * torch.result_type(self, other).itemsize) == 0:  # the number wraps to 0 in the dtype
         raise RuntimeError("ZeroDivisionError")
 
 

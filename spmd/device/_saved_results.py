@@ -1,12 +1,12 @@
-"""Results of operators that a recomputation takes over from the first computation instead of computing them again.
+"""Saved results of operators that a recomputation reuses instead of computing them again.
 
-    kept = SavedResults(lambda name: name == "linear")
-    with kept.first():
+    saved = SavedResults(lambda name: name == "linear")
+    with saved.first():
         y = f(x)
-    with kept.again():
-        y = f(x)        # the results of linear are those of the first time; what only they needed is dead code
+    with saved.again():
+        y = f(x)        # reuses the results of linear; the computation that only they need is dead code
 
-It knows operators by name only.
+This module identifies operators by name only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-keeping: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("what happens to results of operators", default=None)
+keeping: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("saves or replaces results of operators", default=None)
 
 
 class SavedResults:
@@ -28,13 +28,13 @@ class SavedResults:
 
     @contextmanager
     def first(self) -> Generator[None]:
-        """While active, results are kept."""
+        """While active, save results."""
         with _active(self._keep):
             yield
 
     @contextmanager
     def again(self) -> Generator[None]:
-        """While active, results are those that were kept."""
+        """While active, replace results by the saved ones."""
         rest = iter(self._results)
         with _active(lambda name, result: next(rest) if self._policy(name) else result):
             yield
@@ -55,7 +55,7 @@ def _active(take: Callable[[str, Any], Any]) -> Generator[None]:
 
 
 def reuse_or_save(name: str, result: Any) -> Any:
-    """The result (array or arrays) of operator `name` to go on with."""
+    """Save the result (an array or several) of operator `name`, or return the saved one; without `SavedResults`, return `result`."""
     take = keeping.get()
     return result if take is None else take(name, result)
 

@@ -1,11 +1,11 @@
-"""Pickling, loading and deep copies of device tensors. Files hold plain CPU tensors, which torch reads without this package.
+"""Pickling, loading and deep copies of device tensors. Files contain plain CPU tensors, which torch reads without this package.
 
     torch.save(model.state_dict(), path)                 # gathers each tensor on the host
     torch.load(path)                                     # CPU tensors, in any process
     torch.load(path, map_location="jax")                 # device tensors, uploaded when they are used or marked
 
-Tensors that share a storage share it in a file and in a deep copy too. Whatever a device tensor's class, what is saved is
-a `torch.Tensor` or an `nn.Parameter`: a mesh is a matter of the program that reads the file, not of the file.
+Tensors that share a storage also share it in a file and in a deep copy. A device tensor of any class is saved as a `torch.Tensor`
+or an `nn.Parameter`, because the program that reads a file chooses the mesh.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from spmd.device._layout import plain_layouts
 from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_host, wrap_stored
 from spmd.patches._table import replace
 
-_BEFORE_TORCHS_OWN = 9  # torch's packages have priorities from 10; its one for PrivateUse1 wants storages with memory
+_PRIORITY = 9  # before torch's packages, which start at 10; torch's package for PrivateUse1 needs storages with memory
 # Note [One storage, one copy in the file]
-# torch.save tells shared storages by identity, and a pickler asks for one tensor at a time. So a buffer's host copy is
-# found again for as long as the pickler holds it; it is used only while the buffer still holds the value it came from.
+# torch.save recognises shared storages by identity, and a pickler reduces one tensor at a time. A buffer's host copy is therefore
+# cached as long as the pickler keeps it alive. It is reused only while the buffer still has the value that was copied.
 _host_storages: weakref.WeakKeyDictionary[Buffer, tuple[weakref.ref[Any], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 def register() -> None:
-    """Teach pickle, `torch.save`, `torch.load` and `copy.deepcopy` about device tensors."""
+    """Register device tensors with pickle, `torch.save`, `torch.load` and `copy.deepcopy`."""
     copyreg.pickle(torch.Tensor, reduce_tensor)  # pyright: ignore[reportArgumentType]
-    torch.serialization.register_package(_BEFORE_TORCHS_OWN, _refuse_storage, _storage_on_device)
+    torch.serialization.register_package(_PRIORITY, _refuse_storage, _storage_on_device)
     replace("torch.UntypedStorage.clone", clone_storage)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """pickle's reduction of a tensor: that of its host copy if it is on device 'jax', else torch's own."""
-    if tensor.device.type != "jax" or sys._getframe(1).f_code is copy.copy.__code__:  # copy.copy asks the same table
+    """pickle's reduction of a tensor. A tensor on device 'jax' is reduced as its host copy, others by torch."""
+    if tensor.device.type != "jax" or sys._getframe(1).f_code is copy.copy.__code__:  # copy.copy uses the same table
         return tensor.__reduce_ex__(2)
     return host_copy(tensor).__reduce_ex__(2)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The device tensor as a CPU tensor with the same strides, flags and attributes, on its storage's one host copy."""
-    if tensor.device.type != "jax":  # a marked tensor that has not moved yet
+    """A CPU tensor with the values, strides, flags and attributes of the device tensor, over the one host copy of its storage."""
+    if tensor.device.type != "jax":  # a marked tensor that is not on the device yet
         host = tensor.detach().as_subclass(torch.Tensor)
         vars(host).update(vars(tensor))
         return host.requires_grad_(tensor.requires_grad)
@@ -64,7 +64,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """`storage.clone()`, by which `copy.deepcopy` copies tensors: value and annotation; a dropped value stays dropped."""
+    """`storage.clone()`, which `copy.deepcopy` calls. It copies value and annotation; a dropped value stays dropped."""
     if self.device.type != "jax":
         return _torchs_clone(self)
     buffer: Buffer = self.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,7 +87,7 @@ _torchs_clone = torch.UntypedStorage.clone
 
 
 def _host_storage(buffer: Buffer) -> torch.UntypedStorage:
-    """A CPU storage with the buffer's value; the same one while somebody holds it. See Note [One storage, one copy in the file]."""
+    """A CPU storage with the buffer's value; the same one as long as it is alive. See Note [One storage, one copy in the file]."""
     _settle(buffer)
     held: Any = buffer.host if buffer.value is None else buffer.value
     storage_of, value_of = _host_storages.get(buffer, (_nothing, _nothing))
@@ -100,7 +100,10 @@ def _host_storage(buffer: Buffer) -> torch.UntypedStorage:
 
 
 def _settle(buffer: Buffer) -> None:
-    """Have what waits run; in a trace, which must not keep values that another call finds changed, upload what is still on the host."""
+    """Run the operations that the buffer waits for. In a trace, also upload a value that is still on the host.
+
+    A trace must not keep host values as constants, because they may have changed before another call.
+    """
     buffer.settle()
     if recording.get() is not None and buffer.value is None and buffer.host is not None:
         buffer.raw()
@@ -111,7 +114,7 @@ def _nothing() -> None:
 
 
 def _refuse_storage(storage: Any) -> None:
-    """torch.save's question where a storage lives. One of ours gets here alone, or under a tensor class that nobody taught it."""
+    """Hook of torch.save that returns a storage's location. It raises for a bare device storage or one in an unregistered subclass."""
     if storage.device.type == "jax":
         raise SpmdError(
             message(
@@ -123,7 +126,7 @@ def _refuse_storage(storage: Any) -> None:
 
 
 def _storage_on_device(storage: Any, location: str) -> Any:
-    """`torch.load(..., map_location="jax")`: the bytes of a file as a root that is still on the host."""
+    """Hook of `torch.load(..., map_location="jax")`: a device storage for the bytes of a file, which are still on the host."""
     if location.partition(":")[0] != "jax":
         return None
     octets = torch.empty(0, dtype=torch.uint8).set_(storage)

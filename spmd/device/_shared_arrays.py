@@ -1,9 +1,9 @@
-"""Arrays that somebody else holds too: `to_jax` handed them out, or `from_jax` took them in. No program takes their memory.
+"""Arrays that the user may also hold, because `to_jax` returned them or `from_jax` received them. Programs never donate them.
 
 Note [Shared arrays]
-A compiled call donates the arrays of the state that it updates, and so would take the memory from under whoever holds one of them.
-A buffer whose array was lent gives the program a copy of it instead, once: the new value is the program's own. An array counts as
-lent for as long as it lives; no one can tell whether only the buffer still holds it.
+A compiled call donates the arrays of the state that it updates, which would delete arrays that the user still holds. For a buffer
+with a shared array, the call donates a copy instead. This happens once, because the new value is not shared. An array counts as
+shared as long as it is alive, because it cannot be determined whether only the buffer still refers to it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _shared: dict[int, weakref.ref[Any]] = {}  # by id of the array
 
 
 def note_shared(array: Any) -> None:
-    """The array is held outside too."""
+    """Record that the user may hold the array too."""
     key = id(array)
     _shared[key] = weakref.ref(array, lambda _: _shared.pop(key, None))
 
 
 def is_shared(array: Any) -> bool:
-    """Whether it was lent."""
+    """Whether the user may hold the array too."""
     found = _shared.get(id(array))
     return found is not None and found() is array
 
 
 def donatable(values: list[Any]) -> list[Any]:
-    """Arrays that a program may take: those that are lent are replaced by copies."""
+    """The values with shared arrays replaced by copies, so that a program may donate all of them."""
     return [copied(value) if is_shared(value) else value for value in values] if _shared else values
 
 

@@ -1,15 +1,15 @@
-"""What a device tensor's storage holds, and the only code that reads or writes it.
+"""The value of a device tensor's storage, and the only code that reads or writes it.
 
-PyTorch sees a tensor of device 'jax' as sizes, strides and an offset on a storage without memory; C++ makes aliases of it
-that lose the tensor's Python attributes but share the storage. So the value hangs on the storage, as one `Buffer`, and
-every alias and view sees a write. A buffer's value is a host array not yet uploaded, or a `jax.Array`, or a tracer while a
-program is traced; `load` and `store` go through the tensor's own strides (see `_views`).
+PyTorch sees a tensor of device 'jax' as sizes, strides and an offset on a storage without memory. C++ makes aliases that lose the
+tensor's Python attributes but share its storage. The value is therefore an attribute of the storage, a `Buffer`, and every alias and
+view sees a write. A buffer's value is a host array that is not yet uploaded, a `jax.Array`, or a tracer while a program is traced.
+`load` and `store` apply the tensor's own strides (see `_views`).
 
     array = load(tensor)         # jax.Array with the tensor's shape and dtype
-    store(tensor, array)         # seen by every alias and view
+    store(tensor, array)         # visible to every alias and view
 
-Tracing needs to know which buffers were read and written: the `Recorder` in `recording` notes it. This module knows no
-operator and no program.
+While a program is traced, the `Recorder` in `recording` records which buffers are read and written. This module does not depend on
+operators or programs.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from spmd.device._views import contiguous_stride, plan_window, reinterpreted
 
 _create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
 _as_strided = torch.ops.aten.as_strided.default
-# C++'s own view kernel, taken from the Meta key because a storage of ours has no bytes to be out of bounds of
+# Key of C++'s own view kernels. The Meta key's kernels do not check bounds against the storage's bytes, which ours does not have.
 META = DispatchKeySet(DispatchKey.Meta)
 
 
 class Recorder(Protocol):
-    """Records what a program that is traced reads and writes, and has what it gets from the host: `trace/_buffer_use`, `trace/_part`.
+    """Records the reads and writes of a program that is traced, and provides its inputs from the host: `trace/_buffer_use`, `trace/_part`.
 
     Attributes:
-        words: the random state at the start; a recomputation has others.
-        scalars: what `once` computed.
-        finite: (name, 0-dim flag) of what ran and is to be looked at after the call.
+        words: random state at the start of the program, or of a recomputation.
+        scalars: results of `once`.
+        finite: (name of a module, 0-dim flag) for each result that is checked for NaN and infinity after the call.
         platform, reduce_dtype: see `trace_setting`.
-        axes: of the mesh of a manual region; None outside one.
+        axes: mesh axes of a manual region; None outside one.
     """
 
     words: Any
@@ -77,78 +77,79 @@ class Recorder(Protocol):
     def will_write(self, buffer: Buffer) -> None: ...
 
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
-        """What would show that `copy` is no view of `base` raises `why`."""
+        """Raise `why` on any operation that would reveal that `copy` is not a view of `base`."""
 
     def is_state(self, array: Any) -> bool:
-        """Whether an array is a buffer's value, so that the program will read it anew in every call."""
+        """Whether an array is a buffer's value, which the program reads again in every call."""
         ...
 
     def is_counter(self, array: Any) -> bool:
-        """Whether an array is the value of an optimizer's step counter."""
+        """Whether an array is the value of an optimizer's step counter buffer."""
         ...
 
     def known_value(self, value: Any) -> Any:
-        """A traced value as the host computes it from inputs that it knows, or None; the program then holds where the same comes out."""
+        """A traced value, computed on the host from inputs that it knows, or None. The program gets a guard on the value."""
 
     def known_count(self, value: Any) -> int | None:
-        """The same of an integer, where this trace is made with integers as Python has them."""
+        """The same for an integer, if this trace treats integers as Python ints."""
 
     def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
-        """Of (a view of) an argument, `look` sees the values now and before each call, where the host knows them."""
+        """Call `look` with the values of (a view of) an argument, now and before each call, if the host knows them."""
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
-        """The input that a CPU tensor stands for, or None."""
+        """The traced input of a CPU tensor that is an argument of the program, or None."""
 
     def host_read(self, tensor: torch.Tensor) -> None:
-        """The values of a CPU tensor become a constant of the program."""
+        """Record that the values of a CPU tensor become a constant of the program."""
 
     def expect(self, flag: Any, check: Check) -> bool:
-        """Let the program check that the 0-dim bool `flag` is not set; False where it cannot."""
+        """Add a check to the program that the 0-dim `flag` is not set. Returns False if no check can be added here."""
         ...
 
     def random_state(self) -> tuple[Any, int]:
-        """Words of the random state, and the count of the default stream's draws that belongs to them."""
+        """The words of the random state, and the default stream's number of draws at that state."""
         ...
 
     def laid_out(self, spec: mesh.ShardingSpec) -> None:
-        """A value is constrained to lie so."""
+        """Record that a value was constrained to the layout `spec`."""
 
     def ran_layers(self, results: Sequence[Any]) -> None:
-        """Layers ran that must become one loop; `results`: what each returned, a container of tensors."""
+        """Record that layers ran that must become one loop; `results` has the result of each, a pytree of tensors."""
 
     def reduce_in(self, dtype: Any) -> None:
-        """From here on gradients of weights are summed in `dtype` (the widest that was asked for)."""
+        """Sum gradients of weights in `dtype` from here on (in the widest dtype requested so far)."""
 
 
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 
 
 class _Value:
-    """The first slot of a buffer: it lies beside the object's header, so that calls of programs touch one cache line of each buffer."""
+    """The first slot of a buffer. It is next to the object's header, so that calls of programs touch one cache line of each buffer."""
 
     __slots__ = ("value",)
     value: Any
 
 
 class Buffer(_Value):
-    """The value of one storage: the root array whose row-major flattening is the storage's content.
+    """The value of one storage. The row-major flattening of its root array is the storage's content.
 
     Attributes:
-        value: a jax.Array or tracer, of shape `stored` or, where somebody else made it, `shape`; None while the value is still on
-            the host, or dropped.
-        host: the values to upload on first use, or None: a numpy array private to this buffer, or a read-only one, which
-            repeats one value without memory behind it (`torch.empty`).
-        shape: the root's shape.
-        annotation: where `mark_sharding` put it, or None.
-        stored: shape of the array that holds it: uneven dims are padded. See Note [Uneven dims].
-        state_annotation: where gradient and optimizer state of this parameter go, if elsewhere than itself.
-        digest: checksum of what was uploaded, in a job of several processes; they compare it when a program takes it.
-        dropped, dropped_dtype: why the value is gone, for values that a compiled program computed and did not keep, and its element type.
-        queue: what this buffer takes part in of operations that run later; where it has neither `value` nor `host`, it waits for them.
-        place_in_queue: which of the queue's buffers this is.
-        left_by: programs that hold the value which they left here. See Note [Values that are left].
-        marks: how often the annotation of any buffer changed; while it stands still, none did.
-        restrided: how often any tensor got other sizes or strides in place, likewise.
+        value: a jax.Array or tracer of shape `stored`, or of `shape` if it was not computed here; None while the value is on the
+            host, pending or dropped.
+        host: values to upload on first use, or None. A numpy array that is private to this buffer, or a read-only one that repeats
+            one value without memory (`torch.empty`).
+        shape: shape of the root array.
+        annotation: layout from `mark_sharding`, or None.
+        stored: shape of the array in storage, in which uneven dims are padded. See Note [Uneven dims].
+        state_annotation: layout of this parameter's gradient and optimizer state, if it differs from the parameter's.
+        digest: checksum of the uploaded values in a job of several processes, which compare it when a program reads the buffer.
+        dropped, dropped_dtype: why a value that a compiled program computed was not kept, and its element type; else None.
+        queue: queue of deferred operations that use this buffer; without `value` and `host` the buffer is pending on it.
+        place_in_queue: position among the queue's buffers.
+        left_by: entries of programs that keep the value that they left here. See Note [Values that are left].
+        reads: cached reads of this buffer's value, by window.
+        marks: number of changes to the annotation of any buffer.
+        restrided: number of in-place changes to the sizes or strides of any tensor.
     """
 
     marks: ClassVar[int] = 0
@@ -185,7 +186,7 @@ class Buffer(_Value):
 
     @property
     def annotation(self) -> mesh.ShardingSpec | None:
-        """Where `mark_sharding` put it, or None."""
+        """Layout from `mark_sharding`, or None."""
         return self._annotation
 
     @annotation.setter
@@ -196,7 +197,7 @@ class Buffer(_Value):
         self.stored = self.shape if spec is None else stored_shape(self.shape, spec.to_jax())
 
     def get(self) -> Any:
-        """The root array, uploaded if it is still on the host."""
+        """The root array, without padding; uploaded if it is still on the host."""
         value = self.raw()
         return value if value.shape == self.shape else self._cropped(value)
 
@@ -205,12 +206,12 @@ class Buffer(_Value):
         if whole is None:
             with exact_dtypes():
                 whole = cropped(value, self.shape, None if self._annotation is None else self._annotation.to_jax())
-            if recording.get() is not None:  # a program holds each read once; eagerly a kept one would be a second copy in memory
+            if recording.get() is not None:  # a program contains each read once; eagerly a cached read would be a second copy in memory
                 self.reads["whole"] = whole
         return whole
 
     def raw(self) -> Any:
-        """The array that holds the root, with the padding of uneven dims."""
+        """The array in storage, with the padding of uneven dims."""
         if self.value is None:
             self._materialise()
         recorder = recording.get()
@@ -222,7 +223,7 @@ class Buffer(_Value):
         return self.value
 
     def set(self, value: Any) -> None:
-        """Replace the root array (same shape and dtype; padded or not)."""
+        """Replace the root array by one of the same shape and dtype, padded or not."""
         recorder = recording.get()
         if recorder is not None:
             recorder.will_write(self)
@@ -245,18 +246,18 @@ class Buffer(_Value):
             self.reads.clear()
 
     def drop(self, why: str) -> None:
-        """Have no value from now on; its element type stays known, as its shape does."""
+        """Drop the value; shape and element type stay known. `why` is the text of the error that later reads raise."""
         held = self.host if self.value is None else self.value
         self.dropped_dtype = self.dropped_dtype if held is None else held.dtype
         self.value, self.host, self.dropped = None, None, why
 
     def reshape(self, shape: tuple[int, ...]) -> None:
-        """Take another root shape, before a value of that shape is set; a layout that was asked for is forgotten."""
+        """Change the root's shape, before a value of that shape is set. The annotation is removed."""
         self.shape = shape
         self.annotation = None
 
     def annotate(self, spec: mesh.ShardingSpec) -> None:
-        """Note where `mark_sharding` wants the value, and lay it out so, unless it has no memory yet or, on a topology, never will."""
+        """Set the annotation, and reshard the value unless it has no memory yet. Values on a topology never have memory."""
         if self.is_waiting:
             assert self.queue is not None
             self.queue.annotate(self, spec)
@@ -265,7 +266,7 @@ class Buffer(_Value):
         self.annotation = spec
 
     def place(self, sharding: jax.sharding.Sharding | None) -> None:
-        """Lay the value out by `sharding`: from the host shard by shard, between devices directly; None: jax's default device."""
+        """Upload the value shard by shard, or reshard it between devices. None: upload to jax's default device."""
         if self.value is None and self.host is not None:
             self.digest = digest_of(self.host, sharding)
             self.value, self.host = upload(self.host, sharding), None
@@ -277,11 +278,11 @@ class Buffer(_Value):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether operations that run later will give it its value."""
+        """Whether the value is pending: deferred operations will compute it."""
         return self.value is None and self.host is None and self.queue is not None and self.dropped is None
 
     def settle(self) -> None:
-        """Run the operations that it waits for, if it does: afterwards it has a value, here or on the host, or none."""
+        """Run the operations that the buffer waits for, if any. Afterwards the value is not pending."""
         if self.is_waiting:
             assert self.queue is not None
             self.queue.run()
@@ -321,35 +322,35 @@ def _not_here(shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> SpmdErro
 
 
 def trace_setting(what: str) -> Any:
-    """What the program being traced says of itself (see `Lowering.told`): "platform", "reduce_dtype"; None outside a trace."""
+    """A setting of the program being traced (see `Lowering.told`), "platform" or "reduce_dtype"; None outside a trace."""
     recorder = recording.get()
     return None if recorder is None else getattr(recorder, what)
 
 
 def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
-    """`compute()`, or its result for the same `what` and operands (0-dim arrays, numbers) earlier in this trace.
+    """`compute()`, or its earlier result in this trace for the same `what` and operands (0-dim arrays and numbers).
 
-    So a hundred parameters share one bias correction, in the program and in the time to trace it.
+    A hundred parameters can thus share one bias correction, which saves operations in the program and time to trace it.
     """
     recorder = recording.get()
     if recorder is None:
         return compute()
     key = (what, current_trace(), *(id(o) if isinstance(o, jax.Array) else (type(o), repr(o)) for o in operands))
     found = recorder.scalars.get(key)
-    if found is None:  # the operands are held too: an id names nothing once its owner is gone
+    if found is None:  # keep the operands alive too: an id is only unique among live objects
         found = recorder.scalars[key] = (compute(), operands)
     return found[0]
 
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:
-    """The buffer under a device tensor."""
+    """The buffer of a device tensor's storage. Raises if the tensor has no value (SpmdError) or is sparse (UnsupportedOpError)."""
     try:
         return tensor.untyped_storage().spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
     except NotImplementedError:
         if tensor.layout == torch.strided:
             raise
         what = f"a tensor of layout {tensor.layout} on device 'jax', which has dense tensors alone"
-        raise UnsupportedOpError(message(what, *called_at(), fix="x.to_dense() before the tensor moves")) from None
+        raise UnsupportedOpError(message(what, *called_at(), fix="x.to_dense() before the tensor is moved to 'jax'")) from None
     except AttributeError:
         raise SpmdError(
             message(
@@ -360,12 +361,12 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
 
 
 def is_device_tensor(value: Any) -> bool:
-    """True for a tensor on device 'jax'."""
+    """Whether `value` is a tensor on device 'jax'."""
     return isinstance(value, torch.Tensor) and value.device.type == "jax"
 
 
 def is_whole(tensor: torch.Tensor, buffer: Buffer) -> bool:
-    """True if the tensor shows the whole root as it is: its shape and dtype, no pending conjugation or negation."""
+    """Whether the tensor is the whole root: same shape and dtype, contiguous, no pending conjugation or negation."""
     held = buffer.value
     return (
         tensor.shape == buffer.shape
@@ -381,7 +382,7 @@ def load(tensor: torch.Tensor) -> Any:
     """The value of a device tensor: a jax.Array (a tracer while tracing) of its shape and dtype."""
     buffer = buffer_of(tensor)
     root, shape = buffer.value, buffer.shape
-    # else `get` would find nothing to do
+    # otherwise `get` would return `buffer.value` unchanged
     if root is None or buffer.stored is not shape or type(root) is not ArrayImpl or recording.get() is not None:
         root = buffer.get()
     is_root = tensor.shape == shape and tensor.is_contiguous() and tensor.storage_offset() == 0
@@ -392,7 +393,7 @@ def load(tensor: torch.Tensor) -> Any:
 
 
 def store(tensor: torch.Tensor, value: Any) -> None:
-    """Write `value` (the tensor's shape, cast to its dtype) through the tensor to its storage."""
+    """Write `value` (of the tensor's shape; cast to its dtype) through the tensor to its storage."""
     buffer = buffer_of(tensor)
     dtype = to_numpy_dtype(tensor.dtype)
     if value.dtype != dtype:
@@ -411,7 +412,7 @@ def store(tensor: torch.Tensor, value: Any) -> None:
         new = plan_window(flat.shape, size, stride, offset).write(flat, value)
         new = reinterpreted(new, root.dtype).reshape(buffer.shape)
         annotation = buffer.annotation if buffer.stored == buffer.shape else None
-        if annotation is not None and not is_tracer(new):  # a write to a part moves nothing
+        if annotation is not None and not is_tracer(new):  # a write to a part keeps the layout
             new = jax.device_put(new, annotation.to_jax())
         buffer.set(new)
 
@@ -425,31 +426,31 @@ def wrap(array: Any) -> torch.Tensor:
 
 
 def wrap_stored(array: Any, shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> torch.Tensor:
-    """A new device tensor of `shape` marked as `annotation` says, whose value is stored in `array`, padded where uneven."""
+    """A new device tensor of `shape` with layout `annotation`, stored in `array`, whose uneven dims are padded."""
     tensor = _create(shape, to_torch_dtype(array.dtype))
     tensor.untyped_storage().spmd_buffer = Buffer(array, shape, annotation=annotation)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 
 def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A new device tensor whose values stay in `array` (handed over) until the first use or `mark_sharding`."""
+    """A new device tensor that takes ownership of `array`, and uploads it at the first use or `mark_sharding`."""
     tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
     tensor.untyped_storage().spmd_buffer = Buffer(None, tuple(array.shape), host=array)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 
 def is_unset(buffer: Buffer) -> bool:
-    """Whether its value is one number repeated, with no memory behind it yet."""
+    """Whether the value is one repeated number that has no memory yet."""
     return buffer.value is None and buffer.host is not None and not buffer.host.flags.writeable
 
 
 def wrap_unset(shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
-    """A new device tensor that nobody has given a value: zeros, but no memory anywhere until the first use."""
+    """A new device tensor of zeros that takes no memory until the first use."""
     return wrap_host(np.broadcast_to(np.zeros((), dtype), shape))
 
 
 def wrap_strided(array: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """A new device tensor over `array`, whose flattening is the storage, with torch's strides (dense, any order)."""
+    """A new device tensor whose storage is the flattened `array`, with dense strides in any order (elements)."""
     tensor = wrap(array)
     return strided_alias(tensor, size, stride, 0)
 
@@ -467,8 +468,8 @@ def _read_window(buffer: Buffer, root: Any, tensor: torch.Tensor) -> Any:
         with exact_dtypes():
             flat = reinterpreted(root, to_numpy_dtype(tensor.dtype))
             value = plan_window(flat.shape, key[0], key[1], key[2]).read(flat)
-        # A program holds each read once; eagerly a cached read would be a second copy in memory. Parts that are alike for some sizes
-        # are read apart: in traces for others they are.
+        # A program contains each read once; eagerly a cached read would be a second copy in memory. With open sizes reads are not
+        # cached: windows that coincide for the sizes of this trace may differ for other sizes.
         if recording.get() is not None and not are_sizes_open():
             buffer.reads[key] = value
     return value

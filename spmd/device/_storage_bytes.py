@@ -1,6 +1,6 @@
-"""The bytes of a storage through `torch.UntypedStorage`'s own constructor and methods, whose C++ reads memory that is not here.
+"""Constructor and byte access of `torch.UntypedStorage` for device 'jax'; torch's C++ would read memory that does not exist.
 
-torch.UntypedStorage(16, device="jax")              # a DataLoader's worker makes one
+torch.UntypedStorage(16, device="jax")              # a DataLoader's worker creates one
 x.untyped_storage()[0], x.untyped_storage().fill_(0)
 """
 
@@ -17,7 +17,7 @@ from spmd.patches._table import current, replace
 
 
 def register() -> None:
-    """Let storages of device 'jax' be made, read and written."""
+    """Patch `torch.UntypedStorage` so that storages of device 'jax' can be created, read and written."""
     replace("torch.UntypedStorage.__new__", new)
     for name, own in (("__getitem__", get), ("__setitem__", put), ("fill_", fill_), ("copy_", copy_), ("_byteswap", byteswap)):
         target = f"torch.UntypedStorage.{name}"
@@ -30,7 +30,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def new(cls: type[torch.UntypedStorage], *args: Any, device: Any = None, **kwargs: Any) -> torch.UntypedStorage:
-    """`torch.UntypedStorage(size)` or `(bytes)`; a size leaves the bytes zero."""
+    """`torch.UntypedStorage(size)`, whose bytes are zero, or `torch.UntypedStorage(bytes)`."""
     if device is None or torch.device(device).type != "jax":
         return _torchs_new(cls, *args, **kwargs) if device is None else _torchs_new(cls, *args, device=device, **kwargs)
     given = args[0] if args else 0
@@ -40,15 +40,16 @@ def new(cls: type[torch.UntypedStorage], *args: Any, device: Any = None, **kwarg
 
 
 def get(self: torch.UntypedStorage, index: Any) -> int:
-    """One byte.
+    """Read one byte.
 
     Raises:
-        SpmdError: the index is a slice, which would be a storage inside another one.
+        SpmdError: the index is a slice, which would have to be a storage inside another one.
+        IndexError: the index is out of range.
     """
     if isinstance(index, slice):
         raise SpmdError(
             message(
-                "a part of a storage on device 'jax' is no storage: all tensors over an array share one",
+                "a storage on device 'jax' cannot be sliced: a part of a storage is not a storage of its own",
                 *called_at(),
                 fix="slice a tensor: torch.empty(0, dtype=torch.uint8, device='jax').set_(storage)[start:stop]",
             )
@@ -62,7 +63,7 @@ def put(self: torch.UntypedStorage, index: Any, value: int) -> None:
 
 
 def fill_(self: torch.UntypedStorage, value: int) -> torch.UntypedStorage:
-    """Write every byte."""
+    """Set every byte to `value`."""
     bytes_of(self).fill_(value)
     return self
 

@@ -1,10 +1,10 @@
-"""`torch.jax.Stream` and `Event`: there is one stream, in which operations run in the order of the program.
+"""`torch.jax.Stream` and `torch.jax.Event`. There is one stream, in which operations run in program order.
 
-C++ makes `torch.Stream(device="jax")` and `torch.accelerator.current_stream()` itself: those wait for nothing. (Dynamo reads attributes of
-the latter that only C++'s have, so it is not replaced.)
+C++ creates `torch.Stream(device="jax")` and `torch.accelerator.current_stream()` itself, and those never wait. (Dynamo reads attributes
+of the latter that only C++ streams have, so it is not replaced.)
 
-jax dispatches to each chip in order and keeps track of what needs what, so there is nothing to choose and nothing to wait for; what can be
-waited for is that everything dispatched is done. Programs that name streams run, and mean the same.
+jax dispatches to each chip in order and tracks dependencies, so streams have nothing to order. Synchronizing waits until all dispatched
+work is done. Programs that use streams run and have the same results.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _wait: list[Callable[[], None]] = []  # the device's `synchronize`
 
 
 class Stream:
-    """The stream: all are the same one. Arguments are CUDA's, and change nothing."""
+    """The only stream; all instances are equal. The arguments are CUDA's and have no effect."""
 
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         self.priority = 0
 
     def synchronize(self) -> None:
-        """Wait until everything that was dispatched is done."""
+        """Wait until all dispatched work is done."""
         _wait[0]()
 
     def query(self) -> bool:
-        """Whether everything that was dispatched is done."""
+        """Whether all dispatched work is done."""
         return all(array.is_deleted() or array.is_ready() for array in jax.live_arrays())
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to do: what comes later runs later."""
+        """Does nothing: operations run in program order."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to do, as for `wait_stream`."""
+        """Does nothing: operations run in program order."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event at this point."""
+        """Record `event`, or a new one, at this point, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -64,8 +64,8 @@ class Event:
     """A point in the stream.
 
     Args:
-        enable_timing: `record` waits until everything before is done, and takes the host's time; so times are true, and asking for them
-            costs what waiting costs.
+        enable_timing: let `record` wait until all earlier work is done and take the host's time. The times are accurate, but each
+            `record` then blocks.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **options: Any) -> None:
@@ -73,51 +73,51 @@ class Event:
         self._time_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Set the event here."""
+        """Record the event at this point."""
         if self._is_timed:
             _wait[0]()
             self._time_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to do: what comes later runs later."""
+        """Does nothing: operations run in program order."""
 
     def synchronize(self) -> None:
-        """Wait until everything that was dispatched is done."""
+        """Wait until all dispatched work is done, also work after the event."""
         _wait[0]()
 
     def query(self) -> bool:
-        """Whether everything that was dispatched is done, before the event and after it."""
+        """Whether all dispatched work is done, also work after the event."""
         return Stream().query()
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds to a later event.
 
         Raises:
-            SpmdError: one of the two was made without `enable_timing=True`, or not recorded.
+            SpmdError: one of the events was created without `enable_timing=True` or was not recorded.
         """
         if self._time_s is None or end_event._time_s is None:
-            what = "elapsed_time needs events with enable_timing=True that were recorded"
+            what = "elapsed_time needs two recorded events with enable_timing=True"
             raise SpmdError(message(what, fix="torch.jax.Event(enable_timing=True), then event.record()"))
         return (end_event._time_s - self._time_s) * 1e3
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream."""
+    """The only stream."""
     return Stream()
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream."""
+    """The only stream."""
     return Stream()
 
 
 def set_stream(stream: Any) -> None:
-    """Nothing to do: there is one."""
+    """Does nothing: there is only one stream."""
 
 
 @contextmanager
 def stream(stream: Any) -> Generator[None]:
-    """Nothing to do: there is one."""
+    """Does nothing: there is only one stream."""
     yield
 
 
@@ -125,7 +125,7 @@ MEMBERS: tuple[Any, ...] = (Stream, Event, current_stream, default_stream, set_s
 
 
 def waiting_by(wait: Callable[[], None]) -> None:
-    """How streams and events wait."""
+    """Set the function with which streams and events wait for the device."""
     _wait[:] = [wait]
 
 

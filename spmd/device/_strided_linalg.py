@@ -1,4 +1,4 @@
-"""Kernels of linear algebra that must see the tensor, not only its array: its strides, or whether its values are known."""
+"""Linear algebra kernels that need the tensor in addition to its array: its strides, or whether its values are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmd.lowering import lookup
 
 
 def check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
-    """The error of a factorisation that failed. In a trace nobody knows yet: the program checks it, and the result then holds NaN."""
+    """Raise if a factorisation failed. In a trace the program checks it instead, and the result of a failed one contains NaN."""
     value, recorder = load(info), recording.get()
     if recorder is not None:
         with exact_dtypes():
@@ -32,7 +32,7 @@ def check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
 
 
 def _determinant(op: OpOverload) -> Callable[..., Any]:
-    """torch's gradients of determinants take the saved factors for those of A^T where A is real and row-major."""
+    """Kernel that factors A^T if A is real and row-major: torch's gradients of determinants assume that of the saved factors."""
     lowering = lookup(op)
     assert lowering is not None, f"{op} has no lowering"
     adapter = Adapter(lowering)
@@ -44,7 +44,7 @@ def _determinant(op: OpOverload) -> Callable[..., Any]:
 
 
 def linalg_kernels() -> dict[str, Callable[..., Any]]:
-    """Kernel by overload name."""
+    """Kernels of this module by overload name."""
     return {
         "_linalg_check_errors": check_errors,
         "_linalg_det": _determinant(torch.ops.aten._linalg_det.default),

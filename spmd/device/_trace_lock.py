@@ -1,12 +1,12 @@
-"""The lock that lets one thread trace at a time: an eager operation of another thread waits where it meets a trace.
+"""The lock that lets only one thread trace at a time. An eager operation of another thread waits if it meets a tracer.
 
 Note [Threads]
-While a function is traced, the buffers it writes hold tracers, which mean nothing outside of that trace. So every call of a compiled
-function holds `turn`, for as long as it is traced, compiled or dispatched (the devices go on after it); two calls that update the
-same state must not overlap in any case. An eager operation takes no lock: it reads what a buffer holds, which is an array, or a
-tracer of another thread's trace. Then it waits for the trace to end and finds the array again. An array may also be gone before
-the operation is dispatched: a compiled call of another thread that updates it has taken its memory. Then the operation waits for
-`trace_lock` and reads again.
+While a function is traced, the buffers that it writes contain tracers, which are invalid outside that trace. Every call of a compiled
+function therefore holds `trace_lock` while it is traced, compiled and dispatched; the devices run on after the lock is released. Two
+calls that update the same state must not overlap in any case. An eager operation takes no lock. If the buffer that it reads contains
+a tracer of another thread, it waits for the end of the trace and reads the array that is there again. An array may also be deleted
+before the operation is dispatched, because a compiled call of another thread donated it. The operation then waits for `trace_lock`
+and reads again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spmd.base._errors import SpmdError, TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing
 
 trace_lock = RLock()
-_LIMIT_S = 1800.0  # as long as a first step may take
+_LIMIT_S = 1800.0  # upper bound for tracing and compiling a first step
 
 
 def is_of_another_thread(value: Any) -> bool:
-    """Whether a value that a buffer holds belongs to a trace of another thread."""
+    """Whether a buffer's value is a tracer of another thread."""
     return is_tracer(value) and not is_tracing()
 
 
@@ -32,10 +32,11 @@ def wait_for_trace(holder: Any = None) -> None:
     """Wait until no other thread traces.
 
     Args:
-        holder: a buffer that holds a tracer.
+        holder: a buffer whose value is a tracer.
 
     Raises:
-        TraceError: it traces for too long, perhaps because it waits for this thread; or the buffer still holds the tracer afterwards.
+        TraceError: the other thread traces for more than `_LIMIT_S` seconds, perhaps because it waits for this thread; or the buffer's
+            value is the same tracer afterwards.
     """
     before: Any = None if holder is None else holder.value
     if not trace_lock.acquire(timeout=_LIMIT_S):
@@ -59,16 +60,16 @@ def wait_for_trace(holder: Any = None) -> None:
 
 
 def was_taken(error: Exception) -> bool:
-    """Whether an operation failed because a compiled call of another thread, or a function of JAX, took the memory of an operand."""
+    """Whether an operation failed because a compiled call of another thread, or a JAX function, donated the memory of an operand."""
     return "has been deleted" in str(error)
 
 
 @contextmanager
 def with_trace_lock() -> Generator[None]:
-    """Around an operation that is tried again: no compiled call of another thread runs meanwhile.
+    """Hold the lock while an operation is retried, so that no compiled call of another thread runs in the meantime.
 
     Raises:
-        SpmdError: memory of an operand is still gone.
+        SpmdError: the memory of an operand was freed and is not replaced.
     """
     with trace_lock:
         try:
@@ -80,10 +81,10 @@ def with_trace_lock() -> Generator[None]:
 
 
 def reread(holder: Any) -> Any:
-    """The array of a buffer that was found deleted, after the compiled calls of other threads.
+    """Read a buffer again whose array was deleted, after waiting for the compiled calls of other threads.
 
     Raises:
-        SpmdError: it still is.
+        SpmdError: its array is still deleted.
     """
     with trace_lock:
         value = holder.get()

@@ -1,7 +1,7 @@
-"""`call_jax` under the transforms of `torch.func`: `grad`, `vjp`, `jvp`, `vmap` and any of them in another.
+"""`call_jax` under the transforms of `torch.func`: `grad`, `vjp`, `jvp`, `vmap` and any nesting of them.
 
-A transform of torch's becomes the same of JAX's, of the same function, which is then called in turn: so they may be nested. Only
-under transforms; otherwise `_call_jax` keeps residuals from the forward pass, which these compute again.
+Each torch transform becomes the same JAX transform of the function. The result is called through this module again, so transforms can
+be nested. Without transforms `_call_jax` saves residuals in the forward pass; this module recomputes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ArrayFunction = Callable[..., tuple[Any, ...]]  # arrays -> arrays
 
 
 class TransformedCall(torch.autograd.Function):
-    """A function of arrays on tensors: `TransformedCall.apply(fn, *tensors)`, a tuple."""
+    """Applies a function of arrays to tensors: `TransformedCall.apply(fn, *tensors)` returns a tuple of tensors."""
 
     @staticmethod
     def forward(fn: ArrayFunction, *tensors: torch.Tensor) -> Any:
@@ -67,7 +67,7 @@ def _jitted(fn: ArrayFunction) -> Any:
 
 
 def _conjugated(values: Any) -> Any:
-    """torch's gradient of a complex value is the conjugate of jax's."""
+    """The conjugates of complex values: torch's gradient of a complex value is the conjugate of jax's."""
     return jax.tree.map(lambda v: jnp.conj(v) if jnp.iscomplexobj(v) else v, values)
 
 
@@ -76,7 +76,7 @@ def _inexact(results: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _of(fn: ArrayFunction, inputs: tuple[Any, ...], positions: tuple[int, ...]) -> ArrayFunction:
-    """The inexact results as a function of the inputs at some positions."""
+    """`fn` as a function of the inputs at `positions` only, which returns the inexact results."""
 
     def of_chosen(*chosen: Any) -> tuple[Any, ...]:
         filled = list(inputs)
@@ -89,7 +89,7 @@ def _of(fn: ArrayFunction, inputs: tuple[Any, ...], positions: tuple[int, ...]) 
 
 @functools.lru_cache(maxsize=256)
 def _pullback(fn: ArrayFunction, wanted: tuple[int, ...], count: int) -> ArrayFunction:
-    """(`count` inputs, a cotangent per inexact result) -> gradients of the wanted inputs."""
+    """Function of `count` inputs and one cotangent per inexact result, which returns the gradients of the wanted inputs."""
 
     def run(*values: Any) -> tuple[Any, ...]:
         inputs, cotangents = values[:count], values[count:]
@@ -101,7 +101,7 @@ def _pullback(fn: ArrayFunction, wanted: tuple[int, ...], count: int) -> ArrayFu
 
 @functools.lru_cache(maxsize=256)
 def _pushforward(fn: ArrayFunction, given: tuple[int, ...], count: int) -> ArrayFunction:
-    """(`count` inputs, a tangent for each of the given ones) -> tangents of the inexact results."""
+    """Function of `count` inputs and one tangent per given input, which returns the tangents of the inexact results."""
 
     def run(*values: Any) -> tuple[Any, ...]:
         inputs, tangents = values[:count], values[count:]

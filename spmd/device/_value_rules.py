@@ -1,4 +1,4 @@
-"""Rules that need values, in a trace: they run on those that the host knows, and assume what the program can check."""
+"""Runs rules that need values in a trace: with the values that the host knows, and with assumptions that the program checks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from spmd.lowering._registry import assuming
 
 
 def run_on_values(plan: Any, dynamic: list[Any], key: Any) -> Any:
-    """`plan.run` in a trace, of a rule that needs values: those that the host knows are there, as numpy arrays.
+    """`plan.run` in a trace for a rule that needs values. Values that the host knows are passed as numpy arrays.
 
-    Values of inputs are asked for one by one, masks first, until the rule has what it needs: the program will hold for these.
+    Known values of inputs are added one by one, masks first, until the rule succeeds. The program gets a guard on each of them.
     """
     recorder = recording.get()
     if recorder is None:
@@ -36,21 +36,21 @@ def run_on_values(plan: Any, dynamic: list[Any], key: Any) -> Any:
 
 
 def _run_assuming(recorder: Any, plan: Any, dynamic: list[Any], known: list[Any], key: Any) -> Any:
-    """The same where the host knows no more: what the rule assumes is checked by the program."""
+    """The same if the host knows no further values: the program checks the assumptions of the rule."""
     with assuming() as made:
         result = _run_where_known(plan, dynamic, known, key)
     for is_wrong, text, fix in made:
-        elsewhere = "CPU torch's result has another shape there, or is an error"
+        elsewhere = "CPU torch returns another shape there, or raises"
         if not recorder.expect(is_wrong, Check(TraceError, text, user_line(), fix, elsewhere)):
-            raise jax.errors.JAXTypeError(text)  # no flag can leave a branch or a loop
+            raise jax.errors.JAXTypeError(text)  # in the body of a branch or a loop, which no flag can leave
     return result
 
 
 def _run_where_known(plan: Any, dynamic: list[Any], known: list[Any], key: Any) -> Any:
-    """`known`: for each value what the host knows of it, or None."""
+    """`plan.run` with the known values in place of the traced ones; `known`: the value of each dynamic value on the host, or None."""
     if any(value is None for value in known):
-        there = [np.asarray(k) if isinstance(k, jax.Array) else k for k in known]
-        return plan.run([value if k is None else k for value, k in zip(dynamic, there, strict=True)], key)
+        on_host = [np.asarray(k) if isinstance(k, jax.Array) else k for k in known]
+        return plan.run([value if k is None else k for value, k in zip(dynamic, on_host, strict=True)], key)
     with jax.ensure_compile_time_eval():
         return plan.run([jnp.asarray(k) if isinstance(value, jax.Array) else k for value, k in zip(dynamic, known, strict=True)], key)
 

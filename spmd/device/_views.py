@@ -1,11 +1,12 @@
-"""Strided windows on a row-major buffer, as clean array operations.
+"""Strided windows on a row-major buffer, expressed as array operations.
 
-PyTorch describes a view by (size, stride, offset) on its storage. The storage's value here is one array, the *root*, whose
-row-major flattening is that buffer. This file turns the three numbers back into reshape, slice, transpose and broadcast, so
-that programs hold operations a partitioner understands, and falls back to an explicit gather or scatter where no such
-form exists (diagonals, overlapping windows). It knows shapes and arrays only, no tensor and no storage.
+PyTorch describes a view by (size, stride, offset) on its storage. The value of a storage is one array, the *root*, whose row-major
+flattening is the storage's content. This module converts a view to reshape, slice, transpose and broadcast, which a partitioner can
+handle. If no such form exists (diagonals, overlapping windows), it uses an explicit gather or scatter. It depends on shapes and
+arrays only, not on tensors or storages.
 
-    window = plan_window(root_shape=(3, 4), size=(4,), stride=(4,), offset=1)   # column 1, of which 3 rows... read(root)
+    window = plan_window(root_shape=(3, 4), size=(3,), stride=(4,), offset=1)   # column 1
+    column = window.read(root)                                                  # root[:, 1]
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ Shape = tuple[int, ...]
 
 @dataclass
 class _Digit:
-    """One digit of the mixed-radix form of a flat position: `extent` values, `stride` elements apart."""
+    """One digit of the mixed-radix form of a flat position: `extent` values, `stride` elements apart.
+
+    The window takes `size` of these values, from `start` on, `step` apart.
+    """
 
     extent: int
     stride: int
-    dim: int = -1  # the window's dim that runs along this digit
+    dim: int = -1  # the dim of the window along this digit; -1: none
     size: int = 1
     step: int = 1
     start: int = 0
@@ -42,19 +46,21 @@ class _Digit:
 
     @property
     def end(self) -> int:
-        """Where a slice may stop: at the end of the digit, where no other element is on the way."""
+        """Stop of the slice: the end of the digit if no further element lies before it, else `stop`."""
         return self.extent if self.extent - self.stop < self.step else self.stop
 
 
 @dataclass(frozen=True)
 class Window:
-    """A view as array operations: reshape the root to `radix`, slice, permute, reshape, broadcast.
+    """A view as array operations: reshape the root to `radix`, slice, transpose, reshape to `kept`, broadcast to `size`.
 
     Attributes:
+        root_shape: shape of the root.
         size: shape of the view.
-        radix: fine shape of the root; starts, stops and steps slice it.
+        radix: shape of the root with its dims divided into digits.
+        starts, stops, steps: the slice of each digit.
         permutation: sliced digits in the order of the view's dims.
-        kept: shape after the permutation with stride-0 dims as 1; `size` once broadcast.
+        kept: `size` with 1 for the dims of stride 0.
     """
 
     root_shape: Shape
@@ -84,11 +90,11 @@ class Window:
         if is_tracing() or any(s != 1 for s in self.steps):
             return lax.slice(root, self.starts, self.stops, self.steps)
         sizes = tuple(b - a for a, b in zip(self.starts, self.stops, strict=True))
-        return lax.dynamic_slice(root, self.starts, sizes)  # eagerly one compiled slice serves every offset: 0.1 ms, not 20
+        return lax.dynamic_slice(root, self.starts, sizes)  # eagerly one compiled slice serves every offset: 0.1 ms instead of 20 ms
 
     def write(self, root: Any, value: Any) -> Any:
-        """The root with the view's elements replaced by `value` (shape `size`)."""
-        if self.kept != self.size:  # every broadcast copy is the same element: the first one is written
+        """The root with the view's elements replaced by `value` (of shape `size`)."""
+        if self.kept != self.size:  # all broadcast copies are the same element; the first one is written
             value = value[tuple(slice(0, 1) if k != n else slice(None) for k, n in zip(self.kept, self.size, strict=True))]
         sliced = tuple(-(-(b - a) // s) for a, b, s in zip(self.starts, self.stops, self.steps, strict=True))
         value = _reshaped(value, tuple(sliced[p] for p in self.permutation))
@@ -106,13 +112,14 @@ class Window:
             fine = self._updated(fine, value)
         return _reshaped(fine, self.root_shape)
 
-    # Note [Shifted writes]: of `x[1:] = x[:-1].clone()` XLA:CPU may make one loop that writes in place and reads what it has
-    # written (openxla/xla#49176, silent; the decoder inputs of mBART). A select has no in-place form; other platforms are right.
+    # Note [Shifted writes]: XLA:CPU may compile `x[1:] = x[:-1].clone()` to one loop that writes in place and reads elements that
+    # it has already written (openxla/xla#49176, silently wrong; decoder inputs of mBART). A select is never done in place. Other
+    # platforms are correct.
     def _updated(self, fine: Any, value: Any) -> Any:
         return lax.dynamic_update_slice(fine, value, self.starts)
 
     def _spread(self, fine: Any, value: Any) -> Any:
-        """`fine` with `value` at every step-th place: a pad and a select, which a partitioner splits where it would gather a scatter."""
+        """`fine` with `value` at every step-th position, by a pad and a select. The partitioner splits these, but gathers for a scatter."""
         sides = zip(self.starts, self.steps, self.radix, strict=True)
         ends = [(start, n - (start + (count - 1) * step + 1), step - 1) for (start, step, n), count in zip(sides, value.shape, strict=True)]
         spread = lax.pad(value, jnp.zeros((), value.dtype), ends)
@@ -127,7 +134,7 @@ class Window:
 
 @dataclass(frozen=True)
 class GatherWindow:
-    """A view without a clean form: positions are computed and gathered from, or scattered to, the flat root."""
+    """A view that is read by a gather from, and written by a scatter to, the flattened root."""
 
     root_shape: Shape
     size: Shape
@@ -147,17 +154,17 @@ class GatherWindow:
         return root.reshape(-1).at[self._positions()].get(mode="promise_in_bounds")
 
     def write(self, root: Any, value: Any) -> Any:
-        """The root with the view's elements replaced; of overlapping elements the last written stays, as in torch."""
+        """The root with the view's elements replaced; for overlapping elements the last write remains, as in torch."""
         if 0 in self.size:
             return root
         return root.reshape(-1).at[self._positions().reshape(-1)].set(value.reshape(-1)).reshape(self.root_shape)
 
 
 def plan_window(root_shape: Shape, size: Shape, stride: Shape, offset: Any) -> Window | GatherWindow:
-    """The operations that read and write the view (size, stride, offset), in elements, of a root of `root_shape`.
+    """The operations that read and write the view (size, stride, offset) of a root of `root_shape`; stride and offset in elements.
 
     Raises:
-        RuntimeError: the view reaches past the root's end.
+        RuntimeError: the view extends beyond the end of the root.
     """
     return _planned(root_shape, size, stride, offset, are_sizes_open())
 
@@ -190,7 +197,7 @@ def _planned(root_shape: Shape, size: Shape, stride: Shape, offset: int, has_ope
 
 
 def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int, has_open_sizes: bool) -> list[_Digit] | None:
-    """The root's digits with the window's dims laid on them, most significant first; None if they do not fit."""
+    """The root's digits, most significant first, with the window's dims assigned to them; None if that is not possible."""
     digits: list[_Digit] = []
     below = 1
     for extent in reversed(root_shape):
@@ -209,7 +216,7 @@ def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int, has_open
         if digit.stop <= digit.extent:
             position += 1
             continue
-        above = digits[position - 1] if position else None  # the run crosses into the next digit: make the two one
+        above = digits[position - 1] if position else None  # the slice extends into the next digit: merge the two
         if above is None or above.dim >= 0:
             return None
         digits[position - 1 : position + 1] = [_Digit(above.extent * digit.extent, digit.stride, digit.dim, digit.size, digit.step)]
@@ -219,12 +226,13 @@ def _digits(root_shape: Shape, size: Shape, stride: Shape, offset: int, has_open
     return [part for digit in digits for part in _selected(digit, root_shape)]
 
 
-# Note [Selected parts]: with the q, k and v of each head side by side in one dim ([T, H * 3 * K]) a head's k is the run K:2K of 3K.
-# As `[T, H, 3, K][:, :, 1]`, which is what people write, the run is whole: TPUs keep 128 neighbours of the last dim in a register's
-# row and must shift to cut it at 64 (they kept q, k and v in float32 for it, 15 MiB a layer of GPT-2 instead of 6). A run of a dim
-# of the root, or of its leading part, stays a slice: the devices share that dim, and a reshape would move it between them.
+# Note [Selected parts]: if one dim contains the q, k and v of each head next to each other ([T, H * 3 * K]), the k of a head is the
+# slice K:2K of 3K. Written as `[T, H, 3, K][:, :, 1]`, as models do, it needs no slice of the last dim. TPUs keep 128 neighbours of
+# the last dim in a row of a register and must shift to cut it at 64; they kept q, k and v in float32 for this, 15 MiB per layer of
+# GPT-2 instead of 6. A slice of a dim of the root, or of its leading part, stays a slice: that dim may be sharded, and a reshape
+# would move it between devices.
 def _selected(digit: _Digit, root_shape: Shape) -> list[_Digit]:
-    """The digit as (which part, place in it) where it takes one of several equal parts. See Note [Selected parts]."""
+    """The digit divided into (part, position in the part) if it selects one of several equal parts. See Note [Selected parts]."""
     ends, below = set[int](), 1
     for extent in reversed(root_shape):
         below *= extent
@@ -237,10 +245,14 @@ def _selected(digit: _Digit, root_shape: Shape) -> list[_Digit]:
 
 
 def _place(digits: list[_Digit], step: int, count: int, dim: int, below: list[int] | None) -> bool:
-    """Lay a window dim (`count` elements, `step` apart) on the digit it runs along, splitting the digit if need be.
+    """Assign a window dim (`count` elements, `step` apart) to its digit, and split the digit if necessary.
 
     Args:
-        below: None, or the steps of those to come: then a digit is split for one of these alone, whatever divides its extent.
+        below: the steps of the dims that follow, if sizes are open; a digit is then split only for one of these, even if `step` divides
+            its extent. None if sizes are not open.
+
+    Returns:
+        Whether the dim could be assigned.
     """
     for position, digit in enumerate(digits):
         if not digit.stride <= step < digit.stride * digit.extent:
@@ -258,7 +270,7 @@ def _place(digits: list[_Digit], step: int, count: int, dim: int, below: list[in
 
 
 def contiguous_stride(size: Shape) -> Shape:
-    """Row-major strides in elements, as torch computes them (a dim of size 0 counts as 1)."""
+    """Row-major strides in elements, as torch computes them (with 1 for a size of 0)."""
     strides: list[int] = []
     below = 1
     for extent in reversed(size):
@@ -272,7 +284,7 @@ def _reshaped(array: Any, shape: Shape) -> Any:
 
 
 def reinterpreted(root: Any, dtype: np.dtype[Any]) -> Any:
-    """The root seen with another dtype: its last dim grows or shrinks by the ratio of the element sizes."""
+    """The root reinterpreted as another dtype; its last dim grows or shrinks by the ratio of the element sizes."""
     if root.dtype == dtype:
         return root
     if root.ndim == 0:
@@ -285,7 +297,7 @@ def reinterpreted(root: Any, dtype: np.dtype[Any]) -> Any:
     if complex_of.get(dtype) == root.dtype:
         pairs = root.reshape(*outer, last // 2, 2)
         return lax.complex(pairs[..., 0], pairs[..., 1])
-    if root.dtype == np.bool_:  # jax takes bools for no bytes
+    if root.dtype == np.bool_:  # jax does not bit-cast bools
         return reinterpreted(root.astype(np.uint8), dtype)
     if dtype == np.bool_:
         return reinterpreted(root, np.dtype(np.uint8)) != 0

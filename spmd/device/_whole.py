@@ -1,8 +1,8 @@
-"""Composite ops kept as one jax call: forward by the rule, gradient by `jax.vjp` of the same rule.
+"""Runs composite ops as one jax call each: the rule computes the result, and `jax.vjp` of the rule the gradient.
 
-Left to C++, a 4-D matmul becomes expand, view to 3-D and bmm, and the view merges dims that may be sharded over different
-axes. Here the whole op stays one call. The vjp's residuals go through `save_for_backward`, so saved-tensor hooks and
-`torch.utils.checkpoint` see them; a backward under `create_graph` runs as a whole op of its own, so any order works.
+C++ would decompose a 4-D matmul into expand, view to 3-D and bmm, and the view merges dims that may be sharded over different axes.
+The vjp's residuals are saved with `save_for_backward`, so that saved-tensor hooks and `torch.utils.checkpoint` see them. A backward
+under `create_graph` is itself one jax call, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from spmd.lowering._registry import is_composite
 _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
-# Which tensor each edge of a node leads to, where torch's own node has them in another order: the gradient of a bias is there first.
+# The tensor of each edge of an autograd node, if torch's own node has them in another order: the bias comes first there.
 _EDGES = {"aten::linear": (2, 0, 1)}
 _WITH_BIAS = 3
-_FIRST = 4  # arguments of a node before its edges
+_FIRST = 4  # number of arguments of `_Differentiable.apply` before the edges
 
 
 class WholeOp:
@@ -51,7 +51,7 @@ class WholeOp:
         self._differentiated = Deferrable(adapter.name, self._forward, check=without_wanted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Autograd kernel: differentiate the rule as one op; decompose for tracers that are not jax's."""
+        """Autograd kernel: differentiate the rule as one op; decompose it for tracers other than jax's."""
         flat = [t for name, t in _tensors(self.adapter.names, args, kwargs) if name not in self.adapter.lowering.host]
         is_foreign = any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat)
         if not self.decomposes and is_foreign:
@@ -59,7 +59,7 @@ class WholeOp:
                 return self.op(*args, **kwargs)
         if self.decomposes and (are_functorch_transforms_active() or is_foreign or _is_view(self.op, flat)):
             return self.op.decompose(*args, **kwargs)
-        if self.decomposes and any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: let torch's own checks speak
+        if self.decomposes and any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: torch's own checks raise
             return self.op.decompose(*args, **kwargs)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in flat)):
             with AutoDispatchBelowAutograd():
@@ -69,7 +69,7 @@ class WholeOp:
         return _Differentiable.apply(self._differentiated, args, kwargs, order, *edges)
 
     def _forward(self, wanted: tuple[int, ...], *args: Any, **kwargs: Any) -> Forward:
-        """Results, what the gradient needs, and how it is computed (see `_Differentiable`)."""
+        """Run the forward pass and return what the gradient needs (see `_Differentiable`)."""
         plan, _ = self.adapter.plan(args, kwargs)
         call = self._calls.get(id(plan))
         if call is None:
@@ -82,12 +82,12 @@ class WholeOp:
 
 
 def _is_view(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether torch's own gives a view: an einsum of one tensor (`"ii->i"`), through which a program may write."""
+    """Whether torch's own op returns a view, to which a program may write: an einsum of one tensor (`"ii->i"`)."""
     return op.name() == "aten::einsum" and len(tensors) == 1
 
 
 class Call:
-    """A function of arrays `fn(dynamic, key) -> (results, updated)`, jitted with its vjp, which is another `Call`."""
+    """A function of arrays `fn(dynamic, key) -> (results, updated)`, jitted together with its vjp. Its gradient is another `Call`."""
 
     def __init__(self, fn: Callable[..., Any], name: str, is_gradient: bool = False) -> None:
         self.fn = fn
@@ -102,7 +102,7 @@ class Call:
         self._gives_zeros = name.startswith(("rnn_relu", "nll_loss"))  # torch's second derivatives of these are zeros, not None
 
     def forward(self, dynamic: Sequence[Any], key: Any, wanted: tuple[int, ...]) -> Any:
-        """(results, vjp with respect to the dynamic values at the positions `wanted`, updated arguments' new values)."""
+        """(results, vjp with respect to the dynamic values at the positions `wanted`, new values of the updated arguments)."""
 
         def of_wanted(*chosen: Any) -> Any:
             filled = list(dynamic)
@@ -117,7 +117,15 @@ class Call:
             return self.run(wanted, None if key is None else load(key), tensors)[0]
 
     def run(self, wanted: tuple[int, ...], key: Any, tensors: Sequence[torch.Tensor]) -> tuple[Forward, tuple[Any, ...]]:
-        """The forward pass on tensors, and the new values of updated arguments; `key`: key data of a random op's draw, or None."""
+        """Run the forward pass on tensors.
+
+        Args:
+            wanted: positions of the inputs that need a gradient.
+            key: key data (uint32[2]) of a random op's draw, or None.
+
+        Returns:
+            The forward pass, and the new values of the updated arguments.
+        """
         with exact_dtypes():
             arrays = _arrays(tensors)
             try:
@@ -139,7 +147,7 @@ class Call:
             return Forward(tuple(wrap(o) for o in _as_tuple(out)), saved, None if key is None else wrap(key), pull), tuple(updated)
 
     def backward_call(self, wanted: tuple[int, ...], given: tuple[bool, ...]) -> Call:
-        """This call's gradient as a call of (dynamic values, one cotangent per result that is `given` one), for higher orders."""
+        """This call's gradient as a `Call`, for higher orders: a function of the dynamic values and one cotangent per `given` result."""
         made = self._backward_call.get((wanted, given))
         if made is None:
             count = sum(given)
@@ -154,7 +162,7 @@ class Call:
         return made
 
     def _of_given(self, given: tuple[bool, ...]) -> Call:
-        """This call without the results that are not given a cotangent."""
+        """This call without the results that get no cotangent."""
 
         def of_given(dynamic: Sequence[Any], key: Any) -> Any:
             out, updated = self.fn(dynamic, key)
@@ -163,10 +171,10 @@ class Call:
         return Call(of_given, self.name)
 
     def flows(self, dynamic: Sequence[Any], key: Any, wanted: tuple[int, ...]) -> list[list[bool]]:
-        """For each of the values at the positions `wanted`, to which results' cotangents its gradient owes something.
+        """For each value at the positions `wanted`, the results on whose cotangents its gradient depends.
 
-        As torch's derivative formulas: no gradient is not a gradient of zeros, which weight decay would move. Found in the traced
-        vjp, once for the same shapes.
+        torch's derivative formulas make the same distinction: no gradient differs from a gradient of zeros, with which an optimizer
+        would apply weight decay. The dependencies come from the traced vjp, once per combination of shapes.
         """
         seen = (wanted, *(_shape_and_dtype(value) for value in dynamic))
         found = self._flows.get(seen)
@@ -182,13 +190,13 @@ class Call:
             shapes: Any = jax.eval_shape(lambda values, key: gradients(values, key)[0], list(dynamic), key)
             traced: Any = jax.make_jaxpr(pulled)(list(dynamic), key, shapes)
             count = len(jax.tree.leaves(shapes))
-            owes = [inputs[-count:] for inputs in inputs_of_each_output(traced.jaxpr)]
-            found = self._flows[seen] = [[True] * count for _ in owes] if self._gives_zeros else owes
+            depends = [inputs[-count:] for inputs in inputs_of_each_output(traced.jaxpr)]
+            found = self._flows[seen] = [[True] * count for _ in depends] if self._gives_zeros else depends
         return found
 
 
 def _pulled_back(vjp: Any, cotangent: Any) -> Any:
-    """The vjp in torch's convention, where the gradient of a complex value is the conjugate of jax's."""
+    """Apply the vjp in torch's convention, in which the gradient of a complex value is the conjugate of jax's."""
 
     def conjugated(value: Any) -> Any:
         return jnp.conj(value) if jnp.iscomplexobj(value) else value
@@ -201,13 +209,14 @@ _apply_vjp = Inlined(_pulled_back)
 
 @dataclass(eq=False)
 class Pull:
-    """How the gradient of one forward pass is computed: all that does not depend on values.
+    """The parts of one forward pass that its gradient needs and that do not depend on values.
 
     Attributes:
-        tree: of the vjp, whose leaves are tensors.
+        call: the call that ran.
+        tree: pytree structure of the vjp; its leaves are saved as tensors.
         shapes: shape and dtype of each result.
-        is_tuple: the rule returns several.
-        flows: see `Call.flows`; None where every result reaches every input.
+        is_tuple: whether the rule returns several results.
+        flows: see `Call.flows`; None if the gradient of every input depends on every result.
     """
 
     call: Call
@@ -218,7 +227,14 @@ class Pull:
 
 
 class Forward(NamedTuple):
-    """What a forward pass leaves: results, leaves of the vjp, key data of its draw, and the way back."""
+    """The outcome of a forward pass.
+
+    Attributes:
+        results: the results of the op.
+        leaves: leaves of the vjp.
+        key: key data (uint32[2]) of a random op's draw, or None.
+        pull: the rest that the gradient needs.
+    """
 
     results: tuple[torch.Tensor, ...]
     leaves: list[torch.Tensor]
@@ -233,7 +249,7 @@ def _pulled(
     leaves: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of the inputs at the positions `wanted`, from those of the results (None: zero)."""
+    """The gradients of the inputs at the positions `wanted`, from the gradients of the results (None: zero)."""
     pull: Pull = held.value
     with exact_dtypes():
         vjp = jax.tree.unflatten(pull.tree, [load(leaf) for leaf in leaves])
@@ -245,13 +261,13 @@ def _pulled(
 
 
 class _Differentiable(torch.autograd.Function):
-    """One whole op on autograd's tape."""
+    """A composite op, or its gradient, as one node on autograd's tape."""
 
     @staticmethod
     def forward(
         ctx: Any, operation: Deferrable, args: tuple[Any, ...], kwargs: dict[str, Any], order: tuple[int, ...] | None, *edges: torch.Tensor
     ) -> Any:
-        """`operation(wanted, *args, **kwargs)` is a `Forward`; `edges` are the tensors among its arguments, or these in `order`."""
+        """Run `operation(wanted, *args, **kwargs)`, which returns a `Forward`; `edges`: its tensor arguments, permuted by `order`."""
         at = ctx.at = range(len(edges)) if order is None else [order.index(i) for i in range(len(edges))]
         tensors = edges if order is None else [edges[i] for i in at]
         wanted = tuple(i for i, t in enumerate(tensors) if ctx.needs_input_grad[at[i] + _FIRST] and t.dtype in _DIFFERENTIABLE)
@@ -261,7 +277,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *leaves)
         ctx.set_materialize_grads(False)
         if pull.flows is not None:
-            ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if not any(owes[i] for owes in pull.flows)))
+            ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if not any(depends[i] for depends in pull.flows)))
         return results if pull.is_tuple else results[0]
 
     @staticmethod
@@ -286,7 +302,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _reached(ctx: Any, tensors: Sequence[torch.Tensor], given: tuple[bool, ...]) -> list[bool]:
-    """Which of the wanted inputs get a gradient from the results that are given one."""
+    """Whether each of the wanted inputs gets a gradient, from the results that get one (`given`)."""
     flows = ctx.pull.flows
     if all(given) and flows is None:
         return [True] * len(ctx.wanted)
@@ -295,7 +311,7 @@ def _reached(ctx: Any, tensors: Sequence[torch.Tensor], given: tuple[bool, ...])
             shapes = [jax.ShapeDtypeStruct(t.shape, to_numpy_dtype(t.dtype)) if t.device.type == "jax" else t.item() for t in tensors]
             key = None if ctx.key is None else jax.ShapeDtypeStruct(ctx.key.shape, to_numpy_dtype(ctx.key.dtype))
             flows = ctx.pull.call.flows(shapes, key, ctx.wanted)
-    return [any(owed and has for owed, has in zip(owes, given, strict=True)) for owes in flows]
+    return [any(is_used and has for is_used, has in zip(depends, given, strict=True)) for depends in flows]
 
 
 def _arrays(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -311,12 +327,12 @@ def _as_tuple(out: Any) -> tuple[Any, ...]:
 
 
 def differentiable(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """The result of `call` (an array or a tuple of several) on tensors of device 'jax', on autograd's tape."""
+    """Run `call` on tensors of device 'jax', on autograd's tape; returns a tensor or a tuple of several."""
     return _Differentiable.apply(call.differentiated, (None, *tensors), {}, None, *tensors)
 
 
 def _tensors(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor among the arguments, also in lists, with its parameter's name."""
+    """Every tensor among the arguments, also in lists, with the name of its parameter."""
     for name, arg in (*zip(names, args, strict=False), *kwargs.items()):
         for item in arg if isinstance(arg, list | tuple) else (arg,):
             if isinstance(item, torch.Tensor):

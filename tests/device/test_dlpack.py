@@ -77,7 +77,7 @@ def test_read_only_may_be_asked_for_where_torch_knows_the_word() -> None:
     ],
 )
 def test_sharing_instead_of_copying_is_refused(ask: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(BufferError, match=r"cannot be handed out(.|\n)*fix: leave out copy= and device=, or pass tensor.cpu\(\)"):
+    with pytest.raises(BufferError, match=r"cannot be exported(.|\n)*fix: leave out copy= and device=, or pass tensor.cpu\(\)"):
         ask(torch.zeros(3, device="jax"))
 
 

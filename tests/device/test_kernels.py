@@ -135,7 +135,7 @@ ENTRIES = torch.tensor([[0, 1, 2], [2, 0, 1]]), torch.tensor([1.0, 2.0, 3.0])
         (lambda x, a: a.to_sparse_csr() @ x, "sparse tensor: device 'jax' has dense tensors alone"),
         (lambda x, a: a.to_sparse_csr().to(x.device) @ x, "layout torch.sparse_csr on device 'jax', which has dense tensors alone"),
         (lambda x, a: x.to_sparse(), "_to_sparse.default of a sparse tensor"),
-        (lambda x, a: torch.nested.nested_tensor([x, x[:2]]) * 2, "of a nested tensor: device 'jax' has tensors of one shape alone"),
+        (lambda x, a: torch.nested.nested_tensor([x, x[:2]]) * 2, "of a nested tensor: device 'jax' supports only tensors of one shape"),
     ],
     ids=["coo", "csr", "csr moved", "to_sparse", "nested"],
 )

@@ -52,7 +52,7 @@ def test_a_sharded_and_padded_storage_is_filled() -> None:
 
 def test_what_an_array_cannot_do_is_refused() -> None:
     x = torch.arange(4.0).to("jax")
-    with pytest.raises(spmd.SpmdError, match="a part of a storage on device 'jax' is no storage"):
+    with pytest.raises(spmd.SpmdError, match="a storage on device 'jax' cannot be sliced"):
         x.untyped_storage()[:2]
     with pytest.raises(RuntimeError, match="the storage of a tensor on device 'jax' cannot be one on device 'cpu'"):
         torch.empty(0, device="jax").set_(torch.ones(3).untyped_storage())
