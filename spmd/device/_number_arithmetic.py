@@ -124,7 +124,7 @@ def _power(left: NumberNode, right: NumberNode, made: NumberNode) -> _Checks:
     if made.integral:
         checks.append((lambda: abs(_wide(left) ** _wide(right)) >= _LIMIT, _too_large()))
         if _is_of_device(right):
-            checks.append((lambda: exponent < 0, Check(TraceError, "an int to the negative power {} is a float", user_line())))
+            checks.append((lambda: jnp.minimum(exponent, 0), Check(TraceError, "an int to the power {} is a float", user_line())))
         return checks
     is_fraction = _is_of_device(right) or (right.evaluate is not None and right.evaluate() % 1 != 0)
     if _is_of_device(left) and is_fraction and not right.integral:
