@@ -379,7 +379,7 @@ def nested(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_sparse(op: OpOverload) -> UnsupportedOpError:
-    what = f"{op} of a sparse tensor: device 'jax' has dense tensors alone"
+    what = f"{op} of a sparse tensor: device 'jax' has only dense tensors"
     how = "sparse=False for an embedding, sparse_grad=False for gather; x.to_dense() before a tensor is moved to 'jax'"
     return UnsupportedOpError(message(what, *called_at(), fix=how))
 

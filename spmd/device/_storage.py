@@ -349,7 +349,7 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
     except NotImplementedError:
         if tensor.layout == torch.strided:
             raise
-        what = f"a tensor of layout {tensor.layout} on device 'jax', which has dense tensors alone"
+        what = f"a tensor of layout {tensor.layout} on device 'jax', which has only dense tensors"
         raise UnsupportedOpError(message(what, *called_at(), fix="x.to_dense() before the tensor is moved to 'jax'")) from None
     except AttributeError:
         raise SpmdError(

@@ -98,7 +98,7 @@ def _refuse_sparse(
 ) -> None:
     """Refuse `sparse=True`. The gradient here is dense, and optimizers treat a dense gradient differently from a sparse one."""
     if sparse:
-        what = "the gradient of embedding_bag(sparse=True) is a sparse tensor: device 'jax' has dense tensors alone"
+        what = "the gradient of embedding_bag(sparse=True) is a sparse tensor: device 'jax' has only dense tensors"
         raise UnsupportedOpError(message(what, *called_at(), fix="sparse=False"))
 
 

@@ -119,7 +119,7 @@ def test_a_sparse_gradient_is_refused_and_the_values_are_computed(loss: Any) -> 
     w, ids = torch.ones(4, 3, device="jax", requires_grad=True), torch.tensor([0, 1, 2, 0]).to("jax")
     with torch.no_grad():
         assert loss(w, ids).item() == loss(torch.ones(4, 3), ids.cpu()).item()
-    with pytest.raises(UnsupportedOpError, match=r"sparse tensor: device 'jax' has dense tensors alone(?s:.*)fix: sparse=False"):
+    with pytest.raises(UnsupportedOpError, match=r"sparse tensor: device 'jax' has only dense tensors(?s:.*)fix: sparse=False"):
         loss(w, ids).backward()
     assert w.grad is None
 
@@ -131,9 +131,9 @@ ENTRIES = torch.tensor([[0, 1, 2], [2, 0, 1]]), torch.tensor([1.0, 2.0, 3.0])
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        (lambda x, a: a @ x, "sparse tensor: device 'jax' has dense tensors alone"),
-        (lambda x, a: a.to_sparse_csr() @ x, "sparse tensor: device 'jax' has dense tensors alone"),
-        (lambda x, a: a.to_sparse_csr().to(x.device) @ x, "layout torch.sparse_csr on device 'jax', which has dense tensors alone"),
+        (lambda x, a: a @ x, "sparse tensor: device 'jax' has only dense tensors"),
+        (lambda x, a: a.to_sparse_csr() @ x, "sparse tensor: device 'jax' has only dense tensors"),
+        (lambda x, a: a.to_sparse_csr().to(x.device) @ x, "layout torch.sparse_csr on device 'jax', which has only dense tensors"),
         (lambda x, a: x.to_sparse(), "_to_sparse.default of a sparse tensor"),
         (lambda x, a: torch.nested.nested_tensor([x, x[:2]]) * 2, "of a nested tensor: device 'jax' supports only tensors of one shape"),
     ],

@@ -206,7 +206,7 @@ def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
 def _require_dense(argument: torch.Tensor) -> None:
     if argument.layout != torch.strided or argument.is_nested:
         kind = "nested" if argument.is_nested else str(argument.layout).removeprefix("torch.")
-        what = f"an argument of the compiled function is a tensor of layout {kind}, and device 'jax' has dense tensors alone"
+        what = f"an argument of the compiled function is a tensor of layout {kind}, and device 'jax' has only dense tensors"
         fix = "torch.nested.to_padded_tensor(x, 0.0)" if argument.is_nested else "pass x.to_dense(), or let the function close over x"
         raise TraceError(message(what, fix=fix))
 
