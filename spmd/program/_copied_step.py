@@ -1,7 +1,7 @@
-"""Copies of a compiled function, and its pickle: what the function that was compiled would give.
+"""`copy` and `pickle` of a compiled function: the same result as for the function that was compiled.
 
-A copy of a function is the function itself, one of a bound method is bound to the copy of its object. A pickle names a function: what has
-no name of its own in a module is refused.
+A copy of a function is the function itself. A copy of a bound method is bound to the copy of its object. A pickle refers to a function
+by its qualified name, so a function that its module does not have under that name is refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from spmd.program.find._objects import Compiled
 
 
 class NotPickled(SpmdError, pickle.PicklingError):
-    """A compiled function that no other process could find."""
+    """A compiled function cannot be pickled, because another process could not find it by name."""
 
 
 class CopiedStep(Compiled):
-    """What `copy` and `pickle` ask of a compiled function."""
+    """The `copy` and `pickle` methods of a compiled function."""
 
     _fn: Any
     _name: str
@@ -35,21 +35,21 @@ class CopiedStep(Compiled):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         name = getattr(self, "__qualname__", "")
-        if _found(self, name) is self:
+        if _named(self, name) is self:
             return name
-        if isinstance(self._fn, types.FunctionType) and _found(self._fn, name) is not self._fn:
+        if isinstance(self._fn, types.FunctionType) and _named(self._fn, name) is not self._fn:
             what = f"the compiled function {self._name} cannot be pickled: module {self._fn.__module__} has it under no name of its own"
             raise NotPickled(message(what, fix="define it at the top of a module, or compile it again after loading"))
         return type(self), (self._fn, self._options)
 
     def _of(self, fn: Any) -> Any:
-        """This one for its own function, a new one for a copy; that has programs of its own."""
+        """`self` if `fn` is its own function; else a new compiled function, with a program cache of its own."""
         is_same = fn is self._fn or (isinstance(fn, types.MethodType) and fn.__self__ is self._fn.__self__)
         return self if is_same else type(self)(fn, self._options)  # type: ignore[call-arg]
 
 
-def _found(fn: Any, name: str) -> Any:
-    """What the module of a function has under its name."""
+def _named(fn: Any, name: str) -> Any:
+    """The object with the qualified name `name` in the module of `fn`, or None."""
     found: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
     for part in name.split("."):
         found = getattr(found, part, None)

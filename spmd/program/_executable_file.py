@@ -1,4 +1,4 @@
-"""A step's executables as one file, which belongs to whoever saved it: for another process, a pod, a machine of CI.
+"""Saves a step's executables to one file and loads them in another process: on a pod, on a CI machine.
 
     train_step(x, y)
     train_step.save("train_step.programs")
@@ -6,9 +6,10 @@
     train_step.load("train_step.programs")  # in another process: nothing is compiled
     train_step(x, y)
 
-A zip archive: `manifest.json` says what the executables need, with a checksum of each part; `program0.bin` is an executable as XLA writes
-it, `program0.call` what jax knows of it. The last two are code: docs/security.md says who is trusted. Each is found by the digest of
-the traced program (Note [Digests of programs]), so the first call traces; what it finds is exact, or it is compiled.
+The file is a zip archive. `manifest.json` has the required versions and devices, and a checksum of each part. `program0.bin` is an
+executable as XLA serialises it, and `program0.call` is jax's description of its inputs and outputs. Both are code that loading executes:
+docs/security.md says who is trusted. An executable is found by the digest of the traced program (Note [Digests of programs]). So the first
+call still traces; it uses an executable whose digest is equal, or compiles.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ _FORMAT = "spmd executables 1"
 
 
 def save_executables(path: Path, name: str, programs: Iterable[Program], client: Any) -> None:
-    """Write the executables of these programs, whole or not at all.
+    """Write the executables of these programs to `path` atomically: a failure leaves a file that was there unchanged.
 
     Raises:
-        SpmdError: one of them calls back into Python; this process is one of a job.
+        SpmdError: a program calls back into Python, or this process is part of a job.
     """
-    _require_alone(name, "saved")
+    _refuse_in_job(name, "saved")
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            manifest: dict[str, Any] = {"format": _FORMAT, "name": name, "facts": _facts(client), "programs": []}
+            manifest: dict[str, Any] = {"format": _FORMAT, "name": name, "facts": _requirements(client), "programs": []}
             for number, program in enumerate(programs):
                 if program.digest is None:
-                    raise _unkept(name, program.no_digest)
+                    raise _not_saved(name, f"it contains {program.no_digest}")
                 try:
                     call = packed_call(program.compiled)
                 except ValueError as error:
-                    raise _unkept(name, str(error)) from error
+                    raise _not_saved(name, str(error)) from error
                 executable = (program.compilation.read_from or written(program.compiled)).plain()
                 parts = {f"program{number}.call": call, f"program{number}.bin": executable}
                 for part, content in parts.items():
@@ -70,30 +71,31 @@ def save_executables(path: Path, name: str, programs: Iterable[Program], client:
 
 
 def load_executables(path: Path, name: str, client: Any) -> dict[str, CachedExecutable]:
-    """The executables of a file by digest. They are being loaded by other threads when this returns.
+    """The executables of a file, by digest. When this returns, other threads are still loading them.
 
     Raises:
-        SpmdError: it is no such file, or damaged; it is another function's; it was saved by other versions or for other devices.
+        SpmdError: the file is invalid or damaged, is of another function, or was saved by other versions or for other devices; or this
+            process is part of a job.
         FileNotFoundError: the file does not exist.
     """
-    _require_alone(name, "loaded")
+    _refuse_in_job(name, "loaded")
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read("manifest.json"))
             if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-                raise _foreign(path, f"its format is {manifest.get('format') if isinstance(manifest, dict) else None!r}")
-            _require_fit(path, name, manifest, _facts(client))
-            found = {item["digest"]: _checked(path, archive, item) for item in manifest["programs"]}
+                raise _invalid(path, f"its format is {manifest.get('format') if isinstance(manifest, dict) else None!r}")
+            _require_match(path, name, manifest, _requirements(client))
+            found = {item["digest"]: _executable(path, archive, item) for item in manifest["programs"]}
     except (SpmdError, FileNotFoundError, PermissionError, IsADirectoryError):
         raise
-    except Exception as error:  # zipfile, zlib and json raise a dozen classes for damaged bytes
-        raise _foreign(path, f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # zipfile, zlib and json raise a dozen exception classes for damaged bytes
+        raise _invalid(path, f"{type(error).__name__}: {error}") from error
     for kept in found.values():
         kept.begin(client)
     return found
 
 
-def _checked(path: Path, archive: zipfile.ZipFile, item: dict[str, Any]) -> CachedExecutable:
+def _executable(path: Path, archive: zipfile.ZipFile, item: dict[str, Any]) -> CachedExecutable:
     call, executable = (_part(path, archive, part, item["parts"][part]) for part in item["parts"])
     return CachedExecutable(call, item["devices"], Written(executable))
 
@@ -101,12 +103,12 @@ def _checked(path: Path, archive: zipfile.ZipFile, item: dict[str, Any]) -> Cach
 def _part(path: Path, archive: zipfile.ZipFile, part: str, checksum: str) -> bytes:
     content = archive.read(part)
     if hashlib.sha256(content).hexdigest() != checksum:
-        raise _foreign(path, f"{part} has another checksum than when it was saved")
+        raise _invalid(path, f"the checksum of {part} is not the one in its manifest")
     return content
 
 
-def _facts(client: Any) -> dict[str, str]:
-    """What must be the same where executables are saved and where they are loaded."""
+def _requirements(client: Any) -> dict[str, str]:
+    """The versions, devices and flags of this process. A process that loads executables must have the same as the one that saved them."""
     devices = client.devices()
     facts = {
         **{package: version(package) for package in ("jax", "jaxlib")},
@@ -119,7 +121,7 @@ def _facts(client: Any) -> dict[str, str]:
     return facts | ({"processor": machine_name()} if client.platform == "cpu" else {})
 
 
-def _require_fit(path: Path, name: str, manifest: dict[str, Any], here: dict[str, str]) -> None:
+def _require_match(path: Path, name: str, manifest: dict[str, Any], here: dict[str, str]) -> None:
     if manifest["name"] != name:
         raise SpmdError(
             message(f"{path} contains programs of {manifest['name']}, not of {name}", fix=f"{manifest['name']}.load({str(path)!r})")
@@ -136,22 +138,22 @@ def _require_fit(path: Path, name: str, manifest: dict[str, Any], here: dict[str
         )
 
 
-def _require_alone(name: str, done: str) -> None:
+def _refuse_in_job(name: str, done: str) -> None:
     if job() is not None:
         raise SpmdError(
             message(
-                f"the programs of {name} are not {done} in a job",
-                "the processes of a job compare their lowered programs before they run, and share a cache",
+                f"the programs of {name} cannot be {done} in a job of several processes",
+                "the processes of a job compare their lowered programs before the first run, and share a cache instead",
                 fix="spmd launch --job-dir DIR, which the next attempt reads; or spmd.configure(cache_dir=...) in all processes",
             )
         )
 
 
-def _unkept(name: str, why: str) -> SpmdError:
-    return SpmdError(message(f"a program of {name} cannot be saved", f"it holds {why}", fix="remove the Python callbacks from it"))
+def _not_saved(name: str, why: str) -> SpmdError:
+    return SpmdError(message(f"a program of {name} cannot be saved", why, fix="remove the Python callbacks from it"))
 
 
-def _foreign(path: Path, why: str) -> SpmdError:
+def _invalid(path: Path, why: str) -> SpmdError:
     return SpmdError(message(f"{path} is not a complete file of programs", why, fix="save it again: step.save(path)"))
 
 

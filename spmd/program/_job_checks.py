@@ -1,7 +1,7 @@
-"""What a compiled step does more in a job of several processes: it is the same in all of them, and watched.
+"""Checks of a compiled step in a job of several processes: all run the same program on consistent data, under the watchdog.
 
-Before a program runs for the first time its digest is compared; each call enters the watchdog's count and the running
-check of what the processes feed. Alone, a step has no `JobChecks` and pays nothing.
+Before the first run of a program, the processes compare its digest. Each call is counted by the watchdog and adds its inputs to the running
+comparison of the data. In a single process a step has no `JobChecks` and no overhead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmd.base._progress import underway
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer
 
-# What of jax's settings changes what a program computes.
+# The settings of jax that change what a program computes.
 _SETTINGS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -33,15 +33,15 @@ _SETTINGS = (
     "jax_threefry_partitionable",
     "jax_debug_nans",
 )
-_SHOWN = 160
+_MAX_CHARACTERS = 160
 
 
-_is_compiling: ContextVar[bool] = ContextVar("a program is being made", default=False)
+_is_compiling: ContextVar[bool] = ContextVar("a program is being compiled", default=False)
 
 
 @contextmanager
 def compiling() -> Generator[None]:
-    """While active, a program is being made: the watchdog waits as long as a compilation may take."""
+    """A context in which a program is traced or compiled: the watchdog's timeout is that of a compilation."""
     token = _is_compiling.set(True)
     try:
         with nullcontext() if _join.job() is None else extended_timeout("compiling"):
@@ -51,22 +51,27 @@ def compiling() -> Generator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether what is compiled now is a program, and not an eager operation."""
+    """Whether the current compilation is of a program, not of an eager operation."""
     return _is_compiling.get()
 
 
 class JobChecks:
-    """The job's hooks of one program."""
+    """The checks of one program in a job."""
 
     def __init__(self, job: _join.Job) -> None:
         self._job = job
 
     def require_same(self, name: str, mesh: Mesh | None, state: list[Buffer], args: list[Buffer], lowered: Any) -> None:
-        """Compare the program with the other processes', before anything of it runs.
+        """Compare the program with those of the other processes before its first run.
+
+        Args:
+            name: name of the compiled function.
+            mesh: the mesh of the program, or None.
+            state, args: buffers of its state and of its arguments.
+            lowered: the program as lowered by jax.
 
         Raises:
-            JobError: a process differs; the message names it and the item.
-            SpmdError: the program holds a collective that is known to compute wrong numbers here.
+            JobError: a process differs; the message names the process and the item.
         """
         text = lowered.as_text()
         items = {
@@ -81,15 +86,20 @@ class JobChecks:
         }
         number = self._job.next_program()
         watchdog, title = self._job.watchdog, f"program {number} ({name})"
-        waiting = f"waiting for all processes to run {title}, which it has traced"
+        waiting = f"waiting for all processes to run {title}, which this process has traced"
         with underway(waiting), watchdog.extended(waiting):
             _agreement.compare(self._job.service, self._job.host.index, title, items, watchdog.first_s)
 
     def begin(self, numbers: list[float], args: list[Buffer], hosts: list[np.ndarray[Any, Any]]) -> None:
-        """A call begins, with these numbers of the optimizers, device tensors and CPU tensors.
+        """Note the start of a call.
+
+        Args:
+            numbers: Python numbers that are inputs of the program.
+            args: buffers of the device tensors among the arguments.
+            hosts: the CPU tensors among the arguments.
 
         Raises:
-            JobError: the processes fed different data one step ago.
+            JobError: the processes fed different data in the previous step.
         """
         job = self._job
         job.watchdog.enter()
@@ -101,20 +111,23 @@ class JobChecks:
         job.steps.begin()
 
     def end(self) -> None:
-        """The call was dispatched."""
+        """Note that the call was dispatched."""
         self._job.watchdog.leave()
 
 
 def require_sound(hlo: str) -> None:
-    """Refuse what computes wrong numbers between CPU processes; see mesh/platform/_gloo.py.
+    """Refuse collectives that compute wrong numbers between CPU processes; see mesh/platform/_gloo.py.
+
+    Args:
+        hlo: text of the compiled program.
 
     Raises:
-        SpmdError: the compiled program holds a reduce-scatter.
+        SpmdError: the program contains a reduce-scatter.
     """
     if " reduce-scatter(" in hlo or " reduce-scatter-start(" in hlo:
         raise SpmdError(
             message(
-                "the compiled program holds a reduce-scatter, which computes wrong numbers between CPU processes (jax#40830)",
+                "the compiled program contains a reduce-scatter, which computes wrong numbers between CPU processes (jax#40830)",
                 "gloo's reduce-scatter is wrong for chunks of 4 MiB and more, without an error",
                 fix="run on one process, or on another platform",
             )
@@ -122,7 +135,7 @@ def require_sound(hlo: str) -> None:
 
 
 def watched() -> JobChecks | None:
-    """The hooks for a new program, or None alone."""
+    """The checks for a new program, or None in a single process."""
     job = _join.job()
     return None if job is None else JobChecks(job)
 
@@ -134,8 +147,8 @@ def _layout(buffer: Buffer) -> str:
 
 
 def _short(value: Any) -> str:
-    """The value's text if it is short, else its beginning and a digest of it all."""
+    """The text of a value; if it is long, its first characters and a digest of all."""
     text = str(value)
-    if len(text) <= _SHOWN:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    return f"{text[:_SHOWN]}... ({len(text)} characters, digest {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    return f"{text[:_MAX_CHARACTERS]}... ({len(text)} characters, digest {hashlib.sha256(text.encode()).hexdigest()[:12]})"

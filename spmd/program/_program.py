@@ -1,7 +1,7 @@
-"""A captured trace as one compiled executable, and a call of it: state in, state out, donated, shardings pinned.
+"""Compiles a captured trace to one executable with donated state and fixed shardings, and calls it.
 
-A call gathers the arrays of the state's buffers, runs the executable and puts the results back; Python does nothing per
-operation. State is written back only after the executable was dispatched, so an error leaves everything as it was.
+A call collects the arrays of the state's buffers, runs the executable and stores the results in the buffers. Python does no work per
+operation. State is written only after the executable was dispatched, so an error before that leaves all state unchanged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Steps = tuple[Callable[[ProgramCall], None], ...]
 
 @dataclass(frozen=True)
 class Options:
-    """How a step is compiled; `spmd.compile` documents each."""
+    """The options of a compiled step. `spmd.compile` documents each."""
 
     keep_grads: bool = False
     max_retraces: int = 8
@@ -90,18 +90,26 @@ class Program(Executable):
     """One executable for one signature of a step.
 
     Attributes:
-        captured: the trace it was made from.
-        mesh: the mesh its state lies on, or None (one device).
-        is_ahead: the mesh is of a topology that is not here: compiled and not run.
-        digest: under which its executable is kept; None if it cannot be.
-        no_digest: why not.
-        compilation: how the executable is made.
+        captured: the trace that it is compiled from.
+        mesh: the mesh of its state and arguments, or None (one device).
+        is_ahead: the mesh is of a topology without local devices: the program is compiled and cannot be run.
+        digest: cache key of its executable; None if the executable cannot be cached.
+        no_digest: what prevents a digest, as a noun phrase.
+        compilation: the compilation of the executable, which may still be running in another thread.
     """
 
     def __init__(
         self, captured: Captured, arg_buffers: list[Buffer], options: Options, name: str, spent: tuple[float, float], making: Making
     ) -> None:
-        """`spent`: seconds to prepare and to trace."""
+        """Start the compilation.
+
+        Args:
+            captured: the trace.
+            arg_buffers: buffers of the device tensors among the arguments of the call.
+            options, name: of the step.
+            spent: seconds for preparing optimizers and for tracing.
+            making: where to look for executables, and whether to compile in another thread.
+        """
         self.captured, self.options = captured, options
         written, read, written_args = _state_of(captured)
         self.devices = ProgramDevices.of((*written, *read, *captured.inputs.arguments), captured.layouts)
@@ -122,9 +130,9 @@ class Program(Executable):
             leaf.kind in ("argument", "part") or isinstance(leaf.owner, int) for leaf in captured.outputs.leaves
         )
         self.watched = watched()
-        captured.inputs.numbers.refresh({})  # with those that the trace was found to use
+        captured.inputs.numbers.refresh({})  # known only now: the numbers that the trace uses
         self.digest: str | None = None
-        self.no_digest = "it is for chips that are not here"
+        self.no_digest = "tensors on a topology without local devices"
         self.compilation = self._compile(arg_buffers, name, making)
         if not self.is_ahead:
             captured.let_go()
@@ -132,8 +140,8 @@ class Program(Executable):
         self._before, self._gathered, self._dispatched, self._after = self._steps()
 
     def _steps(self) -> tuple[Steps, ...]:
-        """What calls of this program need besides arrays in and arrays out: before, when the arrays are there, when it was dispatched,
-        and when its state is written."""
+        """The steps of a call that this program needs, in four phases: before the arrays are collected, after that, after the dispatch,
+        and after the state was written."""
         captured, known, grads = self.captured, self.captured.inputs.known, self._gradients
         before: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (self.is_ahead, self._refuse_to_run),
@@ -171,7 +179,7 @@ class Program(Executable):
         where = f"1 {platform} device" if self.mesh is None else f"{self.mesh} ({self.mesh.size()} {platform} devices)"
         return "\n".join(
             (
-                f"on {where}" + (", which are not here" if self.is_ahead else ""),
+                f"on {where}" + (", which this machine does not have" if self.is_ahead else ""),
                 f"{written} tensors written, {read} read; {size_text(memory.alias_bytes)} donated on each device",
                 f"traced in {spent.prepare_s + spent.trace_s:.1f} s, lowered in {spent.lower_s:.1f} s, compiled in {spent.compile_s:.1f} s",
                 *str(memory).splitlines(),
@@ -179,7 +187,7 @@ class Program(Executable):
         )
 
     def _compile(self, arg_buffers: list[Buffer], name: str, making: Making) -> Compilation:
-        """The executable for arguments like those in `arg_buffers`, on its way."""
+        """Start the compilation for arguments of the shapes, dtypes and shardings of `arg_buffers`."""
         if not self.is_ahead:
             if self.rolled is not None:
                 self.rolled.gather()
@@ -217,14 +225,14 @@ class Program(Executable):
         return Compilation(request, making=making, check=check)
 
     @cached_property
-    def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (waits, the first time)
-        """jax's executable, when it is there."""
+    def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (the first access waits)
+        """jax's executable. The first access waits for the compilation."""
         with compiling():
             return self.compilation.result()[0]
 
     @property
     def timings(self) -> Timings:
-        """Seconds spent making it."""
+        """Seconds spent preparing optimizers, tracing, lowering and compiling."""
         return Timings(*self._spent, self.compilation.lower_s, self.compilation.result()[1])
 
     def _require_sound(self, compiled: Any) -> None:
@@ -232,7 +240,7 @@ class Program(Executable):
             require_sound(compiled.as_text())
 
     def _function(self) -> Any:
-        """The program as a function of (donated, 0-dim state, read, args, hosts, numbers, random words)."""
+        """The program as a function of (donated arrays, 0-dim state, read state, arguments, CPU tensors, numbers, random words)."""
         captured, arguments = self.captured, self.arguments
         state, others = self.written.buffers, self.read.buffers
         num_outputs = captured.outputs.num_arrays
@@ -255,7 +263,7 @@ class Program(Executable):
                 args[i] = value
             flat = record(jaxpr, consts, *args, *hosts, vector, words)
             outputs, rest = flat[:num_outputs], flat[num_outputs:]
-            # State first: jax gives donated memory to the first result that fits it, which should be the state's own.
+            # State comes first: jax gives donated memory to the first result of its size, which should be the new value of the same state.
             return [rest[i] for i in state_results], [rest[i] for i in arg_results], rest[len(results) :], outputs
 
         return run
@@ -271,12 +279,17 @@ class Program(Executable):
         return None
 
     def _state_sharding(self, parameter: torch.Tensor) -> Any:
-        """Where gradient and optimizer state of a parameter go."""
+        """The sharding of the gradient and the optimizer state of a parameter."""
         own = buffer_of(parameter).state_annotation
         return self.devices.example(buffer_of(parameter)).sharding if own is None else own.to_jax()
 
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
-        """Why it does not hold for a call with these numbers and tensors among its arguments; None if it does."""
+        """Why a call needs a new trace; None if this program is valid for it.
+
+        Args:
+            numbers: the numbers among the arguments that are inputs, by position.
+            buffers: buffers of the device tensors among the arguments.
+        """
         captured = self.captured
         captured.inputs.numbers.refresh(numbers)
         if captured.inputs.known is not None:
@@ -285,11 +298,20 @@ class Program(Executable):
             state = self.written if self.written.buffers else self.read
             over = mesh_of(state.buffers[0].value) if state.first_has_changed() else None
             if over is not None:
-                return f"its state lies over {over} now, and was on one device"
+                return f"its state is on {over} now, and was on one device"
         return captured.guarded.guards.reason()
 
     def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
-        """Run once on today's state; returns what the traced function returned. `given`: the arguments as the user gave them."""
+        """Run once on the current state.
+
+        Args:
+            arg_buffers: buffers of the device tensors among the arguments.
+            hosts: the CPU tensors among the arguments.
+            given: the positional and keyword arguments of the caller.
+
+        Returns:
+            The function's result.
+        """
         call = ProgramCall(arg_buffers, given)
         for step in self._before:
             step(call)
@@ -297,7 +319,7 @@ class Program(Executable):
         written_args, kept_args = self.arguments.current(arg_buffers)
         donated = donatable(state[: self.num_donated]), donatable(written_args)
         if call.changed:
-            _refuse_shared(donated[0])
+            _copy_shared(donated[0])
         call.hosts = [host_array(t) for t in hosts] if hosts else []
         host_args, (numbers, words) = [*map(self.devices.array_of, call.hosts)], self.inputs.current()
         call.inputs = donated, state[self.num_donated :], read, kept_args, host_args, numbers, words
@@ -331,7 +353,7 @@ class Program(Executable):
     def _begin_watched(self, call: ProgramCall) -> None:
         assert self.watched is not None
         self.watched.begin(self.captured.inputs.numbers.today, call.arguments, call.hosts)
-        if self.devices.are_paced:  # the processes of a job run one program at a time: gloo has no order for two
+        if self.devices.are_paced:  # the processes of a job run one program at a time, since gloo does not order two
             (state, args), scalars, _, *inputs = call.inputs
             jax.block_until_ready(((state or scalars)[:1], call.changed, args, inputs))
 
@@ -361,18 +383,18 @@ class Program(Executable):
         self.watched.end()
 
     def refuse_write_to_view(self, base: Buffer, position: int) -> None:
-        """Raise if the program updates an argument that stands for a view of `base`, or `base` itself."""
+        """Raise TraceError if the program writes to the argument at `position`, which is a copy of a view of `base`, or to `base`."""
         if position in self.arguments.written or any(b is base for b in (*self.written.buffers, *self.captured.state.written)):
             raise TraceError(
                 message(
                     "an argument is a view of a tensor, and the compiled function writes in place to one of the two",
-                    f"the tensor has shape {base.shape}; a view is passed as a copy, so the other would not see the write",
+                    f"the tensor has shape {base.shape}; a view is passed as a copy, so a write to one would not change the other",
                     fix="pass the whole tensor and slice it inside the function, or pass a clone",
                 )
             )
 
     def _require_finite(self, call: ProgramCall) -> None:
-        """Raise, before state is written back, if a module's output was not finite."""
+        """Raise NonFiniteError, before state is written, if the output of a module was not finite."""
         flags = call.outputs[-len(self.captured.outputs.finite) :]
         for name, flag in zip(self.captured.outputs.finite, flags, strict=True):
             if not np.all(fetched(flag)):
@@ -397,11 +419,11 @@ class Program(Executable):
         return result
 
     def _leaves(self) -> list[Leaf]:
-        """The leaves of the result of the call at hand."""
+        """The leaves of the result of the current call."""
         return self.captured.outputs.leaves
 
     def _write(self, values: list[Any], given: Any, objects: list[Any]) -> None:
-        """Give the objects among the arguments their contents, and write to Python's objects what the function wrote."""
+        """Repeat the function's writes: to the objects among the arguments, and to other Python objects."""
         effects = self.captured.writes.effects
         holders = [of_caller(e.holder, given) if isinstance(e.holder, tuple) else None for e in effects]
         for instance, contents in zip(objects, values[len(effects) :], strict=True):
@@ -432,8 +454,8 @@ def _state_of(captured: Captured) -> tuple[list[Buffer], list[Buffer], list[int]
     return written, read, [position[id(b)] for b in captured.state.written if id(b) in position]
 
 
-def _refuse_shared(state: list[Any]) -> None:
-    """No array may be donated twice: a state tensor that shares its array with another gets its own copy."""
+def _copy_shared(state: list[Any]) -> None:
+    """Copy arrays that occur more than once in `state`, in place: an array can be donated only once."""
     if len(set(map(id, state))) == len(state):
         return
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""The digest of one program of a step: its trace, and how its state, arguments and results are laid out."""
+"""The digest of one program of a step: of its trace, and of the layouts of its state, arguments and results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 
 def program_digest(program: Program, name: str, args: Sequence[Any], pinned: Any, client: Any) -> str:
-    """See Note [Digests of programs].
+    """The digest that an executable is cached under. See Note [Digests of programs].
 
     Args:
-        args: those that it is lowered for: arrays, or their types and layouts.
-        pinned: the layouts of its results.
+        program: the program, before it is compiled.
+        name: name of the compiled function.
+        args: the arguments that it is lowered for: arrays, or their types and shardings.
+        pinned: the shardings of its results; None without a mesh.
+        client: jax's client of the devices.
 
     Raises:
-        NoDigest: something in the trace is of no known kind.
+        NoDigest: the trace contains a value that the digest does not cover.
     """
     captured, options, rolled = program.captured, program.options, program.rolled
     state = [b for b in (*captured.state.consts, *captured.state.written, *captured.inputs.arguments) if b is not None]
@@ -55,7 +58,7 @@ def program_digest(program: Program, name: str, args: Sequence[Any], pinned: Any
 
 
 def _described(value: Any) -> tuple[Any, ...]:
-    """Type and layout of an array or of what stands for one."""
+    """Type and sharding of an array or of its placeholder."""
     kind: Any = jax.typeof(value)
     return kind, getattr(value, "sharding", None), getattr(value, "committed", None)
 

@@ -1,9 +1,10 @@
-"""`spmd.compile(dynamic=...)`: a step whose arguments have sizes that vary, as a few programs of larger sizes.
+"""`spmd.compile(dynamic=...)`: a step whose arguments vary in size, as a few programs of larger sizes.
 
 @spmd.compile(dynamic={"ids": {0: spmd.Dim("batch", max=64), 1: spmd.Dim("seq", max=512)}})
 def train_step(ids): ...
 
-The function is traced at a few sizes, once. Programs for buckets follow from these traces, when a call needs them. See Note [Points].
+The function is traced once at each of a few sizes. The programs for all buckets are derived from these traces, each when a call first
+needs it. See Note [Points].
 """
 
 from __future__ import annotations
@@ -40,19 +41,25 @@ from spmd.program.xla._compilation import Making
 
 
 class _Call:
-    """The sizes of the call at hand."""
+    """The sizes of one call.
+
+    Attributes:
+        named: the arguments with dims that vary.
+        sizes, bucket, multiples: by name of a dim: its size, the size it is padded to, and a number that divides that size.
+        tensors: `named` by the id of the placeholder of the argument in this call.
+    """
 
     def __init__(self, named: list[Named], sizes: dict[str, int], bucket: dict[str, int], multiples: dict[str, int]) -> None:
         self.named, self.sizes, self.bucket, self.multiples = named, sizes, bucket, multiples
         self.names = tuple(sizes)
-        self.tensors: dict[int, Named] = {}  # by id of what stands for it in this call
+        self.tensors: dict[int, Named] = {}
 
 
 class SizedStep(Step[Any, Any]):
-    """A step with dims that vary. Sizes of 1, and sizes for which Python takes another branch, have a program each, without padding.
+    """A step with dims that vary. Sizes of 1, and sizes for which Python takes another branch, get a program each, without padding.
 
     Attributes:
-        dynamic: what it was told of them.
+        dynamic: the option `dynamic` of `spmd.compile`; empty if it was True.
     """
 
     def __init__(self, fn: Callable[..., Any], options: Options, dynamic: Mapping[str, Any] | Literal[True]) -> None:
@@ -69,12 +76,12 @@ class SizedStep(Step[Any, Any]):
             name = "check" if options.check else "steps_per_call"
             what = f"compile's options dynamic and {name} cannot be combined"
             raise SpmdError(
-                message(what, "arguments of several steps are stacked, and traces are compared as they are", fix=f"drop {name}")
+                message(what, "steps_per_call stacks the arguments, and check compares traces of equal sizes", fix=f"drop {name}")
             )
 
     @property
     def num_traces(self) -> int:  # type: ignore[override]
-        """How often the function was traced."""
+        """The number of traces."""
         return self._own_traces + self._exact.num_traces
 
     @num_traces.setter
@@ -83,11 +90,11 @@ class SizedStep(Step[Any, Any]):
 
     @property
     def num_executables(self) -> int:
-        """How many programs are kept."""
+        """The number of cached programs."""
         return super().num_executables + self._exact.num_executables
 
     def clear(self) -> None:
-        """Forget all programs and traces."""
+        """Drop all programs and traces."""
         super().clear()
         self._families.clear()
         self._exact.clear()
@@ -117,7 +124,7 @@ class SizedStep(Step[Any, Any]):
         return program, found._replace(hosts=[*found.hosts, torch.tensor([call.sizes[name] for name in call.names])])
 
     def _sized(self, args: Any, kwargs: Any) -> tuple[Any, Any, _Call]:
-        """The arguments, those that the model masks padded, and the sizes that vary in this call."""
+        """The arguments, padded in the dims that the model masks itself, and the sizes that vary in this call."""
         named = self._asked.found(self._arguments(args, kwargs))
         sizes = self._asked.sizes(named)
         multiples = dict.fromkeys(sizes, 1)
@@ -142,7 +149,7 @@ class SizedStep(Step[Any, Any]):
             return kwargs
         try:
             return self._parameters.bind(*args, **kwargs).arguments
-        except TypeError:  # the call itself says so
+        except TypeError:  # calling the function raises it too
             return {}
 
     def _compiled(self, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool) -> tuple[Program, int]:
@@ -157,12 +164,12 @@ class SizedStep(Step[Any, Any]):
         family.today = tuple(now.sizes.values())
         family.captured.inputs.refresh(call.numbers, call.buffers)
         why = program.reason_for(family.today)
-        if why is not None:  # known only now that the program was evaluated
+        if why is not None:  # known only after the program was evaluated
             raise SizeDecides(why)
         return program, num_traces
 
     def _family(self, call: Signature, settings: TraceSettings, now: _Call, failed: str | None) -> tuple[Family, int]:
-        """The traces that hold for a call, made if there are none, and how many were made."""
+        """The family of traces that is valid for a call, and the number of traces made for it now."""
         key, today = self._family_key(call, now), tuple(now.sizes.values())
         for family in self._families.of(key):
             family.captured.inputs.numbers.refresh(call.numbers)
@@ -175,14 +182,14 @@ class SizedStep(Step[Any, Any]):
         sizes = Sizes(now.names, today, tuple(now.bucket.values()), least, most, multiples)
         before = self._own_traces
         family = self._families.search(key, sizes, call.buffers, lambda point: self._traced_at(point, call, settings, now))
-        num_traces, self._own_traces = self._own_traces - before, before  # whoever asked for them counts them
+        num_traces, self._own_traces = self._own_traces - before, before  # the caller adds them to the count
         return family, num_traces
 
     def _traced_at(self, point: Sequence[int], call: Signature, settings: TraceSettings, now: _Call) -> tuple[Captured, SizeReads]:
-        """A trace for other sizes than the call's.
+        """A trace at the sizes `point` instead of the call's, and the sizes that Python read in it.
 
         Raises:
-            SizeDecides: the function raises for these.
+            SizeDecides: the function raises an exception at these sizes.
         """
         sizes = dict(zip(now.names, point, strict=True))
         others = {i: stand_in(named, sizes) for i, named in now.tensors.items()}
@@ -197,7 +204,7 @@ class SizedStep(Step[Any, Any]):
                 raise SizeDecides(f"for sizes {sizes} the function raises {type(error).__name__}: {error}") from error
 
     def _family_key(self, call: Signature, now: _Call) -> Any:
-        """A call's key with names for the sizes that vary."""
+        """The cache key of a call with the names of dims in place of the sizes that vary."""
         leaves = flatten((call.args, call.kwargs), classes=self._settings.holders).leaves
         first, key = len(call.key) - len(leaves), list(call.key)
         for i, leaf in enumerate(leaves):

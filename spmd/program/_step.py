@@ -1,11 +1,11 @@
-"""`spmd.compile`: a Python function over device tensors as a few compiled programs, one per signature.
+"""`spmd.compile`: compiles a Python function of device tensors to a few programs, one per signature.
 
 @spmd.compile
 def train_step(x, y): ...
 
-loss = train_step(x, y)          # traced, compiled and run the first time; run afterwards
+loss = train_step(x, y)          # the first call traces, compiles and runs; later calls run
 train_step.collectives()         # read from the compiled program
-train_step.retraces              # why it was traced again, if it was
+train_step.retraces              # the reason for each retrace
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Step(CopiedStep, Generic[P, R]):
     """A compiled function, created by `spmd.compile`.
 
     Attributes:
-        retraces: for every trace after the first, the reason for it.
+        retraces: the reason for every trace after the first.
         num_traces: the number of traces.
     """
 
@@ -86,15 +86,15 @@ class Step(CopiedStep, Generic[P, R]):
         self._latest_key: Any = None
         self._settings = TraceSettings()
         self._varying_arguments: dict[Any, set[int]] = {}
-        self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces: inputs since then
+        self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces, and are inputs since then
         self._loaded: dict[str, CachedExecutable] = {}
         self._loaded_from = ""
         self.retraces: list[str] = []
         self.num_traces = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the function; its first call with a new signature traces and compiles it."""
-        if recording.get() is not None:  # a compiled function called by another one is part of its trace
+        """Run the function. The first call with a new signature traces and compiles it."""
+        if recording.get() is not None:  # called by another compiled function: part of that function's trace
             return self._fn(*args, **kwargs)
         end_step()
         with trace_lock:
@@ -128,7 +128,7 @@ class Step(CopiedStep, Generic[P, R]):
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Trace for these arguments now and compile in another thread; the first call waits for the compilation to finish.
 
-        So several programs compile in parallel, while data is loaded and checkpoints are restored:
+        Several programs can then compile in parallel, while data is loaded and checkpoints are restored:
 
             train_step.prepare(x, y)
             eval_step.prepare(x)
@@ -147,7 +147,7 @@ class Step(CopiedStep, Generic[P, R]):
             The path.
 
         Raises:
-            SpmdError: there is no program yet, one calls back into Python, or this process is one of a job.
+            SpmdError: there is no program yet, a program calls back into Python, or this process is part of a job.
         """
         with trace_lock:
             programs = list(self._programs)
@@ -163,7 +163,7 @@ class Step(CopiedStep, Generic[P, R]):
         are read by other threads meanwhile. A program that is not in the file (another shape, changed code) is compiled, with a warning.
 
         Raises:
-            SpmdError: the file is invalid, damaged, or for another function, version or device; or this process is one of a job.
+            SpmdError: the file is invalid, damaged, or for another function, version or device; or this process is part of a job.
             FileNotFoundError: the file does not exist.
         """
         found = load_executables(Path(path), self._name, _client())
@@ -172,9 +172,9 @@ class Step(CopiedStep, Generic[P, R]):
             self._loaded_from = str(path)
 
     def _found(self, args: Any, kwargs: Any, *, is_beside: bool = False) -> tuple[Program, Signature]:
-        """The program of a call, traced if none holds, and the call as that program knows it."""
+        """The program for a call, and the call's signature under the settings of that program. Traces if no cached program is valid."""
         settings = self._settings
-        failed: str | None = None  # why the newest program of this signature does not hold any more
+        failed: str | None = None  # why the newest program of this signature is not valid any more
         while True:
             try:
                 call = self._signature(args, kwargs)
@@ -205,7 +205,7 @@ class Step(CopiedStep, Generic[P, R]):
     def _new(
         self, args: Any, kwargs: Any, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool
     ) -> tuple[Program, Signature]:
-        """A program that is traced and compiled now, and kept."""
+        """Trace, compile and cache a program. `failed`: why no cached program is valid; None if there was none."""
         if not settings.has_constant_numbers and not self._programs.of(call.key) and self._note_numbers(call.key):
             call = self._signature(args, kwargs)
         program, num_traces = self._compiled(call, failed, settings, is_beside)
@@ -223,16 +223,16 @@ class Step(CopiedStep, Generic[P, R]):
         self._programs.note_state(
             [b for b in (*captured.inputs.shared, *captured.state.consts) if b is not None and b not in captured.state.slots]
         )
-        if captured.inputs.shared:  # known now to be state too: this program is for these very tensors
+        if captured.inputs.shared:  # the trace has shown that they are state too, so the program is valid for these tensors only
             call = call._replace(key=self._signature(args, kwargs).key)
         self._programs.put(call.key, program)
         return program, call
 
     def _compiled(self, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool) -> tuple[Program, int]:
-        """A program for a call, and how often the function was traced for it.
+        """A new program for a call, and the number of traces that it took.
 
         Raises:
-            TraceError: it was traced too often, or it cannot be.
+            TraceError: there were too many retraces, or the function cannot be traced.
         """
         self._require_may_trace(failed)
         start = time.perf_counter()
@@ -251,8 +251,8 @@ class Step(CopiedStep, Generic[P, R]):
         return signature(args, kwargs, self._programs.state, self._settings.holders, self._varying_arguments, self._settings.attributes)
 
     def _note_numbers(self, key: Any) -> bool:
-        """If a program is there for other numbers among the arguments: from now on these are inputs. Whether any became one."""
-        for other in self._programs.keys():  # noqa: SIM118 - iterating a shelf gives programs
+        """Make numbers among the arguments inputs if a cached program differs from this call in them alone. Whether there are any."""
+        for other in self._programs.keys():  # noqa: SIM118 - iterating over the cache gives programs
             positions = changed_positions(other, key)
             if positions:
                 self._varying_arguments.setdefault(key[0], set()).update(positions)
@@ -260,11 +260,11 @@ class Step(CopiedStep, Generic[P, R]):
         return False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method, the step is bound to its object like any function."""
+        """Bind to an instance, as a function in a class does."""
         return self if instance is None else types.MethodType(self, instance)
 
     def _traced(self, call: Signature, settings: TraceSettings) -> tuple[Captured, float]:
-        """One trace of the function, with its optimizers prepared, and the seconds that this took."""
+        """Prepare the optimizers and trace the function once. Returns the trace and the seconds for preparing."""
         options, args, kwargs = self._options, call.args, call.kwargs
         if options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
@@ -311,16 +311,16 @@ class Step(CopiedStep, Generic[P, R]):
 
     def _too_often(self, times: int, reason: str) -> str:
         return message(
-            f"{self._name} was traced again {times} times; each costs a compilation",
+            f"{self._name} was traced again {times} times, and each trace costs a compilation",
             f"the last reason: {reason}",
-            fix="keep the value that changes constant, or pass it as a tensor; all reasons are in .retraces",
+            fix="keep the value that changes constant, or pass it as a tensor; .retraces has all reasons",
         )
 
     def _not_loaded(self) -> str:
         return message(
             f"{self._name} is compiled: the loaded file {self._loaded_from} has no program for this call",
             "the function, a setting, or the shapes, values or shardings of its arguments and state differ from those at save time",
-            fix=f"call it with every kind of arguments, then {self._name}.save({self._loaded_from!r})",
+            fix=f"call it once with each kind of arguments, then {self._name}.save({self._loaded_from!r})",
         )
 
     def __repr__(self) -> str:
@@ -391,7 +391,7 @@ class Step(CopiedStep, Generic[P, R]):
 
 
 def _client() -> Any:
-    """jax's, of the devices of this process."""
+    """jax's client of the devices of this process."""
     first: Any = devices()[0]
     return first.client
 
@@ -402,7 +402,7 @@ def _counted(count: int, noun: str) -> str:
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Leave cyclic garbage for later: a trace keeps what it makes, and a full collection beside torch and jax takes 0.2 s to see it."""
+    """Disable cyclic garbage collection: a trace keeps most of its objects, and with torch and jax loaded a full collection takes 0.2 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -457,10 +457,10 @@ def compile(
     dynamic: Mapping[str, Any] | bool | None = None,
     **unknown: Any,
 ) -> Any:
-    """Compile `fn` to one donated, sharded `jax.jit` program: forward, backward, optimizer and all else that it does.
+    """Compile `fn` to one donated, sharded `jax.jit` program: forward pass, backward pass, optimizer, and everything else in it.
 
-    The state that it reads and writes (parameters, buffers, optimizer state, random stream) is found during the trace and
-    updated in place by every call. Returned tensors stay on the devices until they are read.
+    The trace finds the state that `fn` reads and writes (parameters, buffers, optimizer state, random stream), and every call updates
+    it in place. Returned tensors stay on the devices until they are read.
 
     Args:
         fn: a function of tensors, containers of tensors and Python values; Python values are part of the signature.
@@ -473,13 +473,13 @@ def compile(
         debug_nans: raise an error that names the first module whose output is not finite; the state is left unchanged.
         roll: compile identical layers as one loop, in the forward pass, the backward pass and the optimizer, so that neither the program
             nor the compile time grows with their number; their parameters and optimizer state are then stored stacked between calls.
-            "auto": only large programs that loops make at most half as large (docs/depth.md). `.rolled` says what repeats, and why a part
-            is not a loop.
+            "auto": only large programs that loops make at most half as large (docs/depth.md). `.rolled` lists the repeated parts, and why
+            a part is not a loop.
         check_indices: after an index out of bounds, raise `CheckFailed` (an IndexError) at the next read, with the op, the line and the
             index. None: the setting of `spmd.configure(check_indices=...)`, which also applies to eager operations.
-        dynamic: sizes that vary: for each argument a `Dim`, or the name of one, by the number of its dim (and by key where the argument
-            is a dict or list of tensors). A few programs of larger sizes serve all of them, with the results of the unpadded function
-            (docs/sizes.md). True: all dims that have had a second size, or that `spmd.mark_dynamic` names.
+        dynamic: dims whose size varies: for each argument a dict from dim to `Dim` or its name (inside a dict or list of them where the
+            argument is a dict or list of tensors). A few programs of larger sizes serve all sizes, with the results of the unpadded
+            function (docs/sizes.md). True: all dims that have had a second size, or that `spmd.mark_dynamic` names.
 
     Raises:
         TypeError: an option does not exist.

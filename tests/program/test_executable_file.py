@@ -228,7 +228,7 @@ def test_a_program_that_calls_back_into_python_is_refused_and_writes_nothing(tmp
 
     step = spmd.compile(lambda x: spmd.call_jax(looked_up, (x,)))
     step(torch.ones(3, device="jax")).tolist()
-    with pytest.raises(spmd.SpmdError, match=r"a program of <lambda> cannot be saved\n  it holds "):
+    with pytest.raises(spmd.SpmdError, match=r"a program of <lambda> cannot be saved\n  it contains "):
         step.save(tmp_path / "step")
     assert not list(tmp_path.iterdir())
 
@@ -236,5 +236,5 @@ def test_a_program_that_calls_back_into_python_is_refused_and_writes_nothing(tmp
 def test_a_job_is_told_where_its_programs_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = saved(tmp_path / "step")
     monkeypatch.setattr(_executable_file, "job", lambda: object())
-    with pytest.raises(spmd.SpmdError, match=r"the programs of double are not loaded in a job(.|\n)*--job-dir"):
+    with pytest.raises(spmd.SpmdError, match=r"the programs of double cannot be loaded in a job(.|\n)*--job-dir"):
         step.load(tmp_path / "step")

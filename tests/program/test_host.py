@@ -83,9 +83,7 @@ def test_a_sparse_constant_of_the_host_is_watched_and_as_an_argument_refused(lay
     assert step(x).tolist() == step(x).tolist() == [1.0] * 3
     (constant._values() if layout == torch.sparse_coo else constant.values()).mul_(2)
     assert step(x).tolist() == [2.0] * 3 and step.num_traces == 2
-    with pytest.raises(
-        spmd.TraceError, match=r"layout sparse_\w+, and device 'jax' has only dense tensors(?s:.*)fix: pass x.to_dense\(\)"
-    ):
+    with pytest.raises(spmd.TraceError, match=r"layout sparse_\w+, and device 'jax' has only dense tensors(?s:.*)fix: pass x.to_dense\(\)"):
         spmd.compile(lambda x, a: a.to_dense().to("jax") @ x)(x, constant)
 
 

@@ -42,9 +42,9 @@ def test_a_process_that_waits_for_the_others_says_so_and_not_that_it_compiles(mo
 
     monkeypatch.setattr(_agreement, "compare", compare)
     JobChecks(job).require_same("step", None, [], [], SimpleNamespace(as_text=lambda: "module"))
-    assert phases == ["waiting for all processes to run program 3 (step), which it has traced"]
+    assert phases == ["waiting for all processes to run program 3 (step), which this process has traced"]
     assert job.phase == "compiling"
     beats = [{0: Heartbeat(6, "in a step", n), 1: Heartbeat(5, phases[0], n)} for n in (1, 2)]
     who, why = blame(beats[0], beats[1], 0, 2, "no progress for 60.0 s")
     assert who == 1
-    assert "it did not get past step 5, waiting for all processes to run program 3 (step), which it has traced" in why
+    assert "it did not get past step 5, waiting for all processes to run program 3 (step), which this process has traced" in why

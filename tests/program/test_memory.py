@@ -96,9 +96,9 @@ def one_for_two(w: nn.Parameter, v: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
-        (of_another_shape, r"had torch.float32 of shape \(4, 4\), gets torch.float32 of shape \(2, 4\)"),
-        (of_another_parameter, "memory that another tensor has too"),
-        (one_for_two, "memory that another tensor has too"),
+        (of_another_shape, r"was torch.float32 of shape \(4, 4\), and becomes torch.float32 of shape \(2, 4\)"),
+        (of_another_parameter, "another tensor shares its new memory"),
+        (one_for_two, "another tensor shares its new memory"),
     ],
     ids=lambda f: getattr(f, "__name__", ""),
 )
@@ -119,7 +119,7 @@ def test_an_alias_made_between_calls_is_noticed() -> None:
     step()
     step()
     before = w.data  # on the CPU it keeps the values that w has now
-    with pytest.raises(spmd.TraceError, match="another tensor shares the memory that it had"):
+    with pytest.raises(spmd.TraceError, match="another tensor shares its old memory"):
         step()
     assert_same(before, batch(4) * 4)
     del before

@@ -1,1 +1,1 @@
-"""One trace of a user's function, and what is recorded and kept out while it runs."""
+"""One trace of a user's function: what it records, and what it refuses."""

@@ -1,5 +1,5 @@
-"""What a traced function does to the dicts and lists that are its arguments, and gives to the tensors among them, every call does
-to the caller's."""
+"""The arguments of a trace, and writes to them: what the traced function writes to a dict, list or tensor attribute among its arguments,
+every call writes to the caller's object."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Path = tuple[Any, ...]
 
 
 class ArgumentContainers:
-    """The containers and objects among the arguments as the trace gets them, each a copy of the caller's.
+    """The containers and objects among the arguments that the trace gets. Each is a copy of the caller's.
 
     Attributes:
-        ids: of the copies, and of the dicts of attributes of the objects among them.
-        paths: by id of a copy, where the caller's is among the arguments and the objects in them.
-        tensors: those among the arguments and in the objects.
+        ids: ids of the copies, and of the attribute dicts of the objects among them.
+        paths: by id of a copy, the path of the caller's container or object in the arguments.
+        tensors: the tensors among the arguments and in the objects.
     """
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]], objects: list[Any]) -> None:
@@ -50,12 +50,12 @@ class ArgumentContainers:
         self.ids = {id(c) for _, c, _ in self._found} | {id(c) for c in (*objects, *map(vars, objects), *call)}
 
     def of_tensor(self, effect: Effect) -> Effect:
-        """The effect itself, or that on the caller's tensor if it is an attribute of one that stands for it."""
+        """The effect itself; if it writes an attribute of a tensor argument, the same effect on the caller's tensor."""
         path = self._of_tensors.get(id(effect.holder))
         return effect if path is None else replace(effect, holder=path, put=_put)
 
     def effects(self) -> list[Effect]:
-        """What was written to them."""
+        """The writes of the trace to these containers."""
         found: list[Effect] = []
         for path, container, before in self._found:
             now = _content(container)
@@ -69,7 +69,12 @@ class ArgumentContainers:
 
 
 def of_caller(path: Path, given: tuple[Any, Any, Any]) -> Any:
-    """The caller's container or object. `given`: positional arguments, keyword arguments, and the objects in them by number."""
+    """The caller's container or object at `path`.
+
+    Args:
+        path: 0, 1 or 2 for the element of `given`, then a key per level.
+        given: positional arguments, keyword arguments, and the list of the objects in them.
+    """
     holder: Any = given
     for place, key in enumerate(path):
         if path[0] == 2 and place == 2:
@@ -80,7 +85,7 @@ def of_caller(path: Path, given: tuple[Any, Any, Any]) -> Any:
 
 
 def put_in_argument(effect: Effect, holder: Any, value: Any) -> None:
-    """Write to the caller's container or tensor what the trace wrote to its copy."""
+    """Repeat a write to a copy on `holder`, the caller's container or tensor."""
     if isinstance(holder, torch.Tensor):
         holder = vars(holder)
     if effect.key is ABSENT:
@@ -93,7 +98,7 @@ def put_in_argument(effect: Effect, holder: Any, value: Any) -> None:
 
 
 def _put(value: Any) -> None:
-    raise AssertionError("an argument's container is known when the program is called")
+    raise AssertionError("a write to an argument needs the call's container: use put_in_argument")
 
 
 _put_whole = _put
@@ -104,7 +109,7 @@ def _content(container: Any) -> dict[Any, Any]:
 
 
 def _walk(value: Any, path: Path, apart: frozenset[int]) -> Iterator[tuple[Path, Any]]:
-    """The containers and tensors in `value`, but for those with the ids `apart`."""
+    """The path and value of each container and tensor in `value`, without those whose id is in `apart`."""
     if id(value) in apart:
         return
     if isinstance(value, (dict, list, collections.deque, tuple, torch.Tensor)) and not isinstance(value, torch.Size):
@@ -118,7 +123,7 @@ def _walk(value: Any, path: Path, apart: frozenset[int]) -> Iterator[tuple[Path,
 
 
 def shared_containers(args: Any, kwargs: Any) -> tuple[tuple[int, int], ...]:
-    """Which of the lists and dicts among the arguments are one: of each but the first the number, and that of the first."""
+    """The lists, dicts and deques that occur more than once among the arguments: (number of the occurrence, number of the first one)."""
     numbers: dict[int, int] = {}
     found: list[tuple[int, int]] = []
 
@@ -138,7 +143,10 @@ def shared_containers(args: Any, kwargs: Any) -> tuple[tuple[int, int], ...]:
 
 
 def require_one_way(args: Any, kwargs: Any, reads: Recording | None, effects: Sequence[Effect]) -> None:
-    """Raise TraceError if a list or dict among the arguments, which the trace had a copy of, is also reached otherwise, and written to."""
+    """Raise TraceError if the function writes to a list or dict among the arguments that it also reaches by another name.
+
+    The trace has a copy of an argument, so the write would change only one of the two.
+    """
     for effect in effects:
         path = effect.holder
         holder = of_caller(path, (args, kwargs, ())) if isinstance(path, tuple) and path[0] != 2 else path
@@ -154,7 +162,7 @@ def require_one_way(args: Any, kwargs: Any, reads: Recording | None, effects: Se
             raise TraceError(
                 message(
                     what,
-                    "arguments are copied during a trace, so a write to one would not be visible in the other",
+                    "a trace copies its arguments, so a write to one would not be visible in the other",
                     fix="use it in one way only: as an argument, or by name",
                 )
             )
@@ -168,7 +176,7 @@ def _lies_in(value: Any, container: Any) -> bool:
 
 
 def with_shared(copy: Any, model: Any, copies: dict[int, Any] | None = None) -> Any:
-    """A copy of arguments in which those lists and dicts are one that are one in `model`."""
+    """`copy` with the identities of `model`: lists and dicts that are one object in `model` are one object in the result."""
     copies = {} if copies is None else copies
     if isinstance(model, _MUTABLE) and type(copy) is type(model):
         if id(model) not in copies:
@@ -186,7 +194,17 @@ _MUTABLE = (dict, list, collections.deque)
 
 
 def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
-    """Arguments as the trace gets them: whole tensors as they are, views as tensors of their own, the rest unchanged."""
+    """The argument leaves that a trace gets.
+
+    Device tensors that show their whole storage, and Python values, are unchanged. Views become tensors with a storage of their own.
+    CPU tensors become `HostArgument`.
+
+    Returns:
+        The leaves, the buffers of the device tensors (each once), and the CPU tensors.
+
+    Raises:
+        TraceError: a CPU tensor is sparse or nested.
+    """
     bound: list[Any] = []
     buffers: list[Buffer] = []
     hosts: list[torch.Tensor] = []
@@ -213,17 +231,18 @@ def _require_dense(argument: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class BoundArguments:
-    """The arguments of a call as a trace has them.
+    """The arguments that a trace gets in place of a call's.
 
     Attributes:
-        leaves: what stands for each leaf.
-        buffers, hosts: of the device tensors, and the CPU tensors.
+        leaves: the placeholder of each leaf.
+        buffers: buffers of the device tensors.
+        hosts: the CPU tensors.
         call: positional and keyword arguments.
-        objects: those in them that hold tensors.
-        containers: the dicts, lists and objects in them.
-        is_stacked: they are the first of a stack each, the results will be stacks.
-        owned: position among the leaves by the id of the tensor or object there.
-        positions: the same by buffer.
+        objects: the objects in the arguments that have tensor attributes.
+        containers: the dicts, lists and objects in the arguments.
+        is_stacked: each argument is the first element of a stack, and results will be stacked.
+        owned: position among the leaves, by id of the tensor or object there.
+        positions: position among the leaves, by buffer.
     """
 
     leaves: list[Any]
@@ -240,18 +259,24 @@ class BoundArguments:
     def of(
         args: Any, kwargs: Any, tree: Tree, bound: tuple[list[Any], list[Buffer], list[torch.Tensor]], is_stacked: bool
     ) -> BoundArguments:
-        """Those for a call with `args` and `kwargs`, which `tree` takes apart. `bound`: see `bind`."""
+        """The placeholders for a call with `args` and `kwargs`.
+
+        Args:
+            tree: the structure of `(args, kwargs)`.
+            bound: the result of `bind`.
+            is_stacked: see the class.
+        """
         leaves, buffers, hosts = bound
         call, objects = unflatten(leaves, tree)
         call = with_shared(call, (args, kwargs))
-        first = tree.root.objects.count(None) if is_stacked else 0  # what objects hold is no stack
+        first = tree.root.objects.count(None) if is_stacked else 0  # tensors in objects are not stacked
         owned = {id(leaves[i]): i for i in range(first, len(leaves)) if not isinstance(leaves[i], PLAIN)}
         positions = {buffer_of(t): i for i, t in enumerate(leaves) if is_device_tensor(t)}
         return BoundArguments(leaves, buffers, hosts, call, objects, ArgumentContainers(call, objects), is_stacked, owned, positions)
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it shows its whole storage, else a tensor of its own with the view's value."""
+    """The tensor itself if it shows its whole storage; else a new tensor with the values of the view."""
     buffer = buffer_of(tensor)
     shows_root = tensor.shape == buffer.shape and tensor.is_contiguous() and not tensor.storage_offset()
     if shows_root and (buffer.value is None or is_whole(tensor, buffer)):
@@ -265,6 +290,6 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_attributes(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the attributes that Python code gave to `model`."""
+    """`tensor`, with the Python attributes of `model` added."""
     vars(tensor).update(attributes_of(model) or ())
     return tensor

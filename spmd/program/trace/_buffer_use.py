@@ -1,4 +1,4 @@
-"""Records what a trace does with tensors of the device: buffers made, read and written, host reads, random draws, branches."""
+"""Records the device tensors that a trace uses: buffers created, read and written, host reads, random draws, branches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spmd.program.trace._known_inputs import KnownInputs
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
-    "  only what the function returns leaves the program\n"
+    "  only results of the function leave the program\n"
     "  fix: return the tensor from the function"
 )
 
@@ -31,12 +31,22 @@ class TraceRecorder:
     """The `Recorder` of a whole trace.
 
     Attributes:
-        layers: of layers that must become one loop, for each run of them and each layer the variables of its results.
-        layouts: those to which values were constrained at some point.
-        known: answers of the host; None where it has none, since what is traced is not what a call is given.
-        met: ids of the dicts of optimizers' state of which the function itself read or wrote something.
-        early: optimizers of whose state it did before they stepped.
-        has_counts: integers that the host knows are Python's own; else `counts` are those that were asked for.
+        words, start_draws: the random state at the start of the trace.
+        host_inputs: tracers of the CPU arguments, by `identity_of`.
+        counters: step counters that may be read as one, each with its group. See Note [Equal counters].
+        leaders: for each counter that is read as another one, that other one.
+        reads: buffers that the trace has read, by id of the array that jax notes as a constant.
+        touched: buffers from before the trace that it has read or written, with their value and host value from before.
+        births, newborn: buffers created in the trace.
+        written: buffers from before the trace that it has written, in order.
+        unwritable: buffers that must not be written, each with the exception that a write raises.
+        copied: by base, copies that become stale when the base is written.
+        layers: for each call of layers that must become one loop, and each layer, the variables of its results.
+        layouts: shardings to which the trace constrained values.
+        known: inputs whose values the host knows; None if the traced arguments are not those of a call (stacked steps).
+        met: ids of dicts of optimizer state that the function itself read or wrote.
+        early: optimizers whose state the function read or wrote before they stepped.
+        has_counts: integers that the host knows become Python ints; otherwise `counts` collects the integers that were asked for.
     """
 
     words: Any
@@ -76,13 +86,13 @@ class TraceRecorder:
     counts: list[Any] = field(default_factory=list[Any])
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step."""
+        """Note that an optimizer begins a step."""
         if self.has_met(optimizer) and all(optimizer is not stepped for stepped in self.stepped):
             self.early.append(optimizer)
         self.stepped.append(optimizer)
 
     def has_met(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the function itself has read or written something of its state."""
+        """Whether the function itself has read or written state of this optimizer."""
         return not self.met.isdisjoint(map(id, (optimizer.state, *optimizer.state.values())))
 
     def born(self, buffer: Buffer) -> None:
@@ -103,11 +113,11 @@ class TraceRecorder:
                 buffer.value = self.touched[leader][0]
 
     def refuse_writes(self, buffer: Buffer, why: type[TraceAgain]) -> None:
-        """A later write to this buffer, made in the trace, raises `why`."""
+        """Let any later write to this buffer, which the trace created, raise `why`."""
         self.unwritable[buffer] = why
 
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
-        """A write to the copy, a read of it after a write to `base`, and leaving the trace with it raise `why`."""
+        """Let `copy` raise `why` if it is written, is read after a write to `base`, or leaves the trace."""
         self.refuse_writes(copy, why)
         self.copied.setdefault(base, weakref.WeakSet()).add(copy)
 
@@ -149,7 +159,7 @@ class TraceRecorder:
         return None
 
     def knows_counts(self) -> bool:
-        """Whether the host knows one of the integers that were asked for."""
+        """Whether the host knows any of the integers that were asked for."""
         return any(self.known_value(value) is not None for value in self.counts)
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
@@ -176,10 +186,10 @@ class TraceRecorder:
             self.reduce_dtype = dtype
 
     def on_branch(self, key: Any, evaluate: Callable[[], bool], outcome: bool) -> None:
-        self.branches.setdefault(key if key is not None else object(), (evaluate, outcome))  # once for all parameters
+        self.branches.setdefault(key if key is not None else object(), (evaluate, outcome))  # one entry for all parameters of an optimizer
 
     def put_back(self) -> None:
-        """Every buffer that existed before has its value again; those born in the trace and still alive have none."""
+        """Restore the value of every buffer from before the trace, and drop the values of those created in it that are still alive."""
         for buffer, (value, host) in self.touched.items():
             buffer.value, buffer.host = value, host
             buffer.reads.clear()

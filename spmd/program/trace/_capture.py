@@ -1,8 +1,8 @@
-"""One trace of a user's function: what it computes, which storages it read and wrote, and what it returned.
+"""Traces a user's function once: its computation, the storages that it reads and writes, and its results.
 
-While jax traces, every device array that the function reads appears as a constant of the jaxpr by identity, so constants
-map back to the buffers they came from. Buffers that hold a tracer afterwards were written. Nothing of the user's state
-changes here: whatever the outcome, values, gradients and numbers are put back before `capture` returns.
+While jax traces, every device array that the function reads becomes a constant of the jaxpr, with its identity. So each constant maps to
+the buffer that it was read from. Buffers that contain a tracer afterwards were written. The user's state does not change: `capture`
+restores values, gradients and numbers before it returns, also after an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from spmd.program.xla._target import likely_platform
 
 
 class UnequalCounters(TraceAgain):
-    """Equal step counters that were read as one have different new values: trace again with each on its own."""
+    """Equal step counters that were read as one got different new values. The next trace reads each on its own."""
 
     def other_settings(self, settings: TraceSettings) -> TraceSettings:
         return replace(settings, share_counters=False)
@@ -63,14 +63,17 @@ def capture(
     """Trace `fn(*args, **kwargs)` once.
 
     Args:
-        found, settings: what the function can reach, its optimizers prepared; what earlier traces of it found out.
+        found: the modules, tensors and optimizers that the function can reach; the optimizers are prepared.
+        settings: settings that earlier traces have found.
         keep_grads: gradients left on leaf tensors become outputs of the program.
-        debug_nans: the program also says for each module that ran whether its outputs are finite.
-        is_stacked: the arguments are the first of a stack each, the results will be stacks.
-        varying, arguments: numbers that are inputs: places, and by position among the arguments.
+        debug_nans: for each module that runs, the program also outputs whether its outputs are finite.
+        is_stacked: each argument is the first element of a stack, and results will be stacked.
+        varying: places of the Python numbers that are inputs.
+        arguments: the numbers among the arguments that are inputs, by position.
 
     Raises:
-        TraceAgain, TraceError: it must be traced with other settings; Python needed a value of the program.
+        TraceAgain: the function must be traced with other settings.
+        TraceError: Python needs a value that is known only when the program runs.
     """
     flat = flatten((args, kwargs), classes=found.holders)
     unfilled = EmptyContainers(flat.leaves)
@@ -110,7 +113,7 @@ def capture(
 
 
 def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer]) -> Captured:
-    """What the trace found, now that everything is put back."""
+    """The result of a trace, after all state was restored. `waiting`: buffers without an array (see `waiting_for_topology`)."""
     recorder, arguments, left, known = trace.recorder, trace.arguments, trace.left, trace.known
     gradients, born = trace.torch_state.gradients.left, trace.torch_state.optim.born
     copies = _copies(recorder, jaxpr.jaxpr, left.num_outputs)
@@ -161,7 +164,11 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer]) -> Captured:
 
 
 def _copies(recorder: TraceRecorder, jaxpr: Any, num_outputs: int) -> dict[Buffer, Buffer]:
-    """Counters that were read as their leader, each with it: those that were written have the leader's new value."""
+    """The written counters that were read as another one, each with that one: both have the same new value.
+
+    Raises:
+        UnequalCounters: a counter has another new value than the one that it was read as.
+    """
     results = dict(zip(recorder.written, jaxpr.outvars[num_outputs:], strict=False))
     if any(results.get(b) is not results.get(its) for b, its in recorder.leaders.items()):
         raise UnequalCounters

@@ -1,4 +1,4 @@
-"""What one trace found: what goes into its program, the state, what comes out, what is guarded, what Python every call writes."""
+"""The result of one trace: inputs, state and outputs of its program, guards, and the writes to Python objects that every call repeats."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from spmd.program.trace._output_tree import Node
 from spmd.program.trace._results import Leaf
 from spmd.program.trace._topology_tensors import on_topology
 
-Owner = torch.Tensor | int  # whose a gradient or flag is: a parameter, or the position of an argument
+Owner = torch.Tensor | int  # the tensor that a gradient or flag belongs to: a parameter, or the position of an argument
 
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """What goes into the program besides its state.
+    """The inputs of the program besides its state.
 
     Attributes:
         arguments: buffers of the device tensors among the arguments.
-        num_hosts: how many CPU tensors there are.
-        shared: arguments that the function also reaches without being passed them.
-        holders: classes of arguments that are containers even while they hold no tensor.
-        numbers: Python's that are inputs.
-        draws: how often it takes random numbers.
-        known: inputs whose values decided what it is; None: there are none.
+        num_hosts: number of CPU tensors among the arguments.
+        shared: buffers of arguments that the function also reaches in another way.
+        holders: classes whose instances among the arguments count as containers even if they have no tensor attribute.
+        numbers: Python numbers that are inputs.
+        draws: number of draws from the random stream.
+        known: inputs whose values the trace depended on; None if there are none.
     """
 
     arguments: list[Buffer]
@@ -46,7 +46,7 @@ class TraceInputs:
     known: KnownInputs | None
 
     def refresh(self, numbers: Mapping[int, int | float], arguments: Sequence[Buffer]) -> None:
-        """The guards are to be asked about a call with these."""
+        """Update the inputs that guards read, before they are evaluated for a call with these numbers and argument buffers."""
         self.numbers.refresh(numbers)
         if self.known is not None:
             self.known.refresh(arguments)
@@ -57,12 +57,12 @@ class TraceState:
     """The state that the program reads and writes.
 
     Attributes:
-        consts: for each constant of the jaxpr the buffer that it is read from, None for values that are baked in.
-        written: buffers that have other values afterwards, arguments among them.
-        copies: those whose new value is that of other state. See Note [Equal counters].
-        slots: gradients that were there: buffer, and the parameter or position of an argument whose gradient a call takes.
-        held: what a name holds to which the function assigns anew.
-        born: (parameter, tensor) of optimizer state that it created; outputs of the program, after the gradients.
+        consts: for each constant of the jaxpr the buffer that it is read from; None for a value that is a constant of the program.
+        written: buffers that the program writes, including arguments.
+        copies: step counters that get the new value of another counter. See Note [Equal counters].
+        slots: gradients from before the trace, by buffer: the tensor whose current gradient a call takes in its place.
+        held: state in Python variables to which the function assigns new tensors.
+        born: (parameter, tensor) of optimizer state that the function created. Outputs of the program, after the gradients.
     """
 
     consts: list[Buffer | None]
@@ -73,7 +73,7 @@ class TraceState:
     born: list[tuple[torch.Tensor, torch.Tensor]]
 
     def without_gradients(self) -> TraceState:
-        """The same with empty buffers in place of the gradients that were there."""
+        """A copy with empty buffers in place of the gradients from before the trace."""
         empty = {b: Buffer(None, b.shape) for b in self.slots}
         return replace(
             self,
@@ -85,17 +85,18 @@ class TraceState:
 
 @dataclass(frozen=True)
 class TraceOutputs:
-    """What comes out of the program besides its state, and what it becomes.
+    """The outputs of the program besides its state, and how results are made of them.
 
     Attributes:
-        leaves: of the function's result, of the values of the effects, and of the contents of the objects among the arguments.
-        nodes, refs: how the leaves make these.
-        num_objects: how many objects there are among the arguments.
-        finite: names of modules, each of which has a flag that says whether its output was finite.
-        checks: checks of values that it makes: the program's flags of them are one output behind those of the leaves.
-        gradients: (owner, gradient made in the trace or None) for each one that the function left.
-        flags: (owner, `requires_grad`) for each one that the function changed.
-        kept_gradients: those that leave the program.
+        leaves: leaves of the function's result, of the values that it writes to Python objects, and of the contents of the objects
+            among the arguments.
+        nodes, refs: the containers and objects that are made of the leaves, and the numbers of the values in them (see `OutputTree`).
+        num_objects: number of objects with tensor attributes among the arguments.
+        finite: names of the modules whose output the program checks to be finite, one flag each.
+        checks: checks of values. Their flags are one array, the output after those of the leaves.
+        gradients: (owner, gradient made in the trace or None) for each gradient that the function replaced.
+        flags: (owner, `requires_grad`) for each flag that the function changed.
+        kept_gradients: the gradients that are outputs of the program.
     """
 
     leaves: list[Leaf]
@@ -110,18 +111,18 @@ class TraceOutputs:
 
     @property
     def num_arrays(self) -> int:
-        """How many arrays leave the program, but for state and gradients."""
+        """The number of output arrays besides state and gradients."""
         return sum(leaf.kind in ("array", "number") for leaf in self.leaves) + len(self.finite) + bool(self.checks)
 
 
 @dataclass(frozen=True)
 class Guarded:
-    """What the trace baked in.
+    """What the trace assumed.
 
     Attributes:
-        guards: asked before each call.
-        places: of Python values that it read.
-        branches: what Python asked of numbers that vary, each with its answer.
+        guards: evaluated before each call.
+        places: places of the Python values that the trace read.
+        branches: conditions on numbers that vary, each with its outcome in the trace.
     """
 
     guards: Guards
@@ -131,11 +132,11 @@ class Guarded:
 
 @dataclass(frozen=True)
 class PythonWrites:
-    """What the function did to Python's objects, for every call to do.
+    """The function's writes to Python objects, which every call repeats.
 
     Attributes:
-        effects: what it wrote; their values follow the function's result in `TraceOutputs.leaves`.
-        actions: what it changed in the optimizers' state.
+        effects: the writes. Their values follow the function's result in `TraceOutputs.leaves`.
+        actions: changes to optimizer state and to torch's global modes.
         stepped: the optimizers that stepped.
     """
 
@@ -146,11 +147,11 @@ class PythonWrites:
 
 @dataclass
 class Captured:
-    """What one trace found.
+    """The result of one trace.
 
     Attributes:
-        jaxpr: the program: of constants, arguments, CPU tensors, numbers and random words; outputs, state, gradients.
-        layouts: those to which values were constrained at some point.
+        jaxpr: the program, from constants, arguments, CPU tensors, numbers and random words to outputs, state and gradients.
+        layouts: shardings to which the trace constrained values.
         layers: see `TraceRecorder`.
     """
 
@@ -164,14 +165,14 @@ class Captured:
     layers: list[list[list[Any]]]
 
     def let_go(self) -> None:
-        """Hold no value of the state that it was traced with, and no gradient that was there: empty buffers stand for these."""
+        """Release the arrays of the state and the gradients from before the trace. Empty buffers replace the gradients."""
         consts = [c if b is None else None for c, b in zip(self.jaxpr.consts, self.state.consts, strict=True)]
         self.jaxpr = self.jaxpr.replace(consts=consts)
         self.state = self.state.without_gradients()
 
     @property
     def is_ahead(self) -> bool:
-        """Whether its tensors lie on a topology that is not here."""
+        """Whether its tensors are on a topology without local devices."""
         buffers = (*self.inputs.arguments, *self.state.consts, *self.state.written)
         return any(on_topology(b) for b in buffers if b is not None)
 

@@ -1,7 +1,7 @@
-"""`p.data = new` in a traced function: the tensor's memory is updated, as by `p.copy_(new)`, in every call.
+"""`p.data = new` in a traced function: every call updates the tensor's memory, as `p.copy_(new)` does.
 
-PyTorch gives the tensor other memory and leaves the old as it was. That is the same for whoever holds only the tensor, so where another
-tensor shares its memory, before a call or after it, the function is refused.
+PyTorch gives the tensor other memory and leaves the old memory unchanged. The difference is visible only if another tensor shares the old
+or the new memory. In that case the function is refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from spmd.program.trace._window import leaves_whole
 
 
 class DataAssignments:
-    """The memory of some tensors around a trace. A context: on leaving, each has its own again.
+    """Context that restores the memory of the given tensors after a trace.
 
     Attributes:
-        replaced: the tensors that the function gave other memory, by name.
+        replaced: (name, tensor) for each tensor whose `.data` the function replaced.
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -42,25 +42,25 @@ class DataAssignments:
         self._old = {}
 
     def write_back(self) -> None:
-        """At the end of the function: each tensor its own memory, with the values that it has now.
+        """At the end of the function, give each tensor its old memory with its new values.
 
         Raises:
-            TraceError: a tensor got another shape or dtype, or shares memory with another, so that no update in place is the same.
+            TraceError: a tensor got another shape or dtype, or shares memory with another one, so an in-place update would differ.
         """
         changed = [(name, t, count) for name, t, shown, count in self._kept if _shown(t) != shown]
         groups: dict[Buffer, list[torch.Tensor]] = {}
         for name, t, count in changed:
             old = self._old[id(t)]
             if (t.shape, t.dtype) != (old.shape, old.dtype):
-                raise _refused(name, f"had {old.dtype} of shape {tuple(old.shape)}, gets {t.dtype} of shape {tuple(t.shape)}")
+                raise _refused(name, f"it was {old.dtype} of shape {tuple(old.shape)}, and becomes {t.dtype} of shape {tuple(t.shape)}")
             if count > 1:
-                raise _refused(name, "another tensor shares the memory that it had")
+                raise _refused(name, "another tensor shares its old memory")
             groups.setdefault(buffer_of(t), []).append(t)
         unchanged = {buffer_of(t) for _, t, shown, _ in self._kept if _shown(t) == shown}
         for name, t, _ in changed:
             buffer = buffer_of(t)
             if buffer in unchanged or (len(groups[buffer]) > 1 and leaves_whole(groups[buffer], buffer)):
-                raise _refused(name, "it gets memory that another tensor has too")
+                raise _refused(name, "another tensor shares its new memory")
         values = [load(t) for _, t, _ in changed]
         for (name, t, _), value in zip(changed, values, strict=True):
             t.data = self._old[id(t)]
@@ -68,7 +68,7 @@ class DataAssignments:
             self.replaced.append((name, t))
 
     def guard(self, guards: Guards) -> None:
-        """Nobody shares the memory of these tensors."""
+        """Guard that no other tensor shares the memory of the replaced tensors."""
         replaced = self.replaced
 
         def check() -> str | None:
@@ -82,13 +82,13 @@ class DataAssignments:
 
 
 def _shown(tensor: torch.Tensor) -> Any:
-    """The storage and the part of it that a tensor shows."""
+    """The storage of a tensor, and its view of it: equal as long as the tensor has the same memory."""
     return id(buffer_of(tensor)), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def num_sharing(tensor: torch.Tensor) -> int:
-    """How many tensors there are on the storage of this one."""
-    storage = tensor.untyped_storage()  # one object however often it is asked for, which counts too
+    """The number of tensors on the storage of `tensor`, including itself."""
+    storage = tensor.untyped_storage()  # counts as one more user; torch returns the same Python object each time
     return storage_use_count(storage._cdata) - 1
 
 

@@ -1,4 +1,4 @@
-"""`requires_grad` of leaf tensors that a traced function changes: layers frozen inside, `x.requires_grad_()` of an argument."""
+"""Changes of `requires_grad` in a traced function: layers that it freezes, `x.requires_grad_()` of an argument."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class GradientFlags:
-    """`requires_grad` of some tensors around a trace. A context: on leaving, each has its own again.
+    """Context that restores `requires_grad` of the given leaf tensors after a trace.
 
     Attributes:
-        left: (tensor, flag) where the function left another one than it found.
+        left: (tensor, flag) for each flag that the function changed.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
