@@ -145,7 +145,7 @@ class Program(Executable):
         captured, known, grads = self.captured, self.captured.inputs.known, self._gradients
         before: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (self.is_ahead, self._refuse_to_run),
-            (known is not None and known.has_looks, self._look),
+            (known is not None and known.has_checks, self._check_arguments),
             (captured.state.held, self._held.read),
             (grads.has_inputs, grads.bind),
             (grads.has_results, grads.compare),
@@ -338,9 +338,9 @@ class Program(Executable):
             step(call)
         return self._result(call.outputs, given, call.held)
 
-    def _look(self, call: ProgramCall) -> None:
+    def _check_arguments(self, call: ProgramCall) -> None:
         assert self.captured.inputs.known is not None
-        self.captured.inputs.known.look(call.arguments)
+        self.captured.inputs.known.check_arguments(call.arguments)
 
     def _gather(self, call: ProgramCall) -> None:
         assert self.rolled is not None

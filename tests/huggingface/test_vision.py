@@ -65,7 +65,7 @@ def test_another_grid_of_patches_is_another_program(name: str) -> None:
             require_same(models.tensors(forward(**on_device(inputs))), models.tensors(host(**inputs)))
             num_traces.append(forward.num_traces)
     assert num_traces[2:] == [num_traces[1] + 1] * 2
-    assert forward.retraces[-1].startswith("what Python reads of tensor argument")
+    assert forward.retraces[-1].startswith("a value that Python computes from tensor argument")
 
 
 @pytest.mark.parametrize(

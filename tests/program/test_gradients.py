@@ -110,7 +110,7 @@ def test_gradients_that_are_never_zeroed_add_up_if_kept() -> None:
     assert_same_model(device, host)
     assert_same([p.grad for p in device.parameters()], [p.grad for p in host.parameters()])
     assert step.num_executables == 2
-    assert "to which the function adds, was missing and is there" in step.retraces[0]
+    assert "to which the function adds, was missing and is present" in step.retraces[0]
 
 
 def test_gradients_zeroed_now_and_then_add_up_if_kept() -> None:

@@ -76,7 +76,7 @@ def test_python_is_told_what_the_host_knows_and_each_answer_has_its_program(name
         assert_same(got, fn(x, grid))
     assert step.num_traces == 1 + (name != "equal")
     for reason in step.retraces:
-        assert re.match(r"what Python reads of tensor argument 1 \(int64\[2, 2\]\) changed from .* to .*", reason)
+        assert re.match(r"a value that Python computes from tensor argument 1 \(int64\[2, 2\]\) changed from .* to .*", reason)
 
 
 def test_a_gradient_flows_past_what_python_was_told() -> None:
@@ -97,7 +97,7 @@ def test_another_input_with_the_same_answers_runs_the_same_program() -> None:
     for mask, factor in (([1, 1, 0, 1], 3), ([0, 1, 1, 1], 3), ([1, 1, 1, 1], 2), ([0, 0, 0, 0], 3)):
         assert_same(step(x.to("jax"), torch.tensor(mask).to("jax")), x * factor)
     assert step.num_traces == 2
-    assert step.retraces[0].startswith("what Python reads of tensor argument 1 (int64[4]) changed")
+    assert step.retraces[0].startswith("a value that Python computes from tensor argument 1 (int64[4]) changed")
 
 
 def test_numbers_that_are_computed_with_stay_on_the_device() -> None:
@@ -261,7 +261,7 @@ def test_a_buffer_of_a_module_is_known_until_the_device_changes_it() -> None:
         holder.sizes.copy_(torch.tensor(sizes))
         assert_same(step(x.to("jax")), torch.split(x, sizes))
     assert step.num_traces == 2
-    assert step.retraces == ["what Python reads of a state tensor (int64[2]) changed from [2, 3] to [4, 1]"]
+    assert step.retraces == ["a value that Python computes from a state tensor (int64[2]) changed from [2, 3] to [4, 1]"]
     holder.sizes.add_(torch.tensor([1, -1], device="jax"))
     with pytest.raises(spmd.TraceError, match="only the compiled program will have"):
         step(x.to("jax"))

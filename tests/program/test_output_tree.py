@@ -418,4 +418,4 @@ def test_what_no_program_can_make_is_made_by_a_trace_of_every_call() -> None:
     ours, step = outcomes(ONCE, "jax")
     assert ours == outcomes(ONCE, "cpu")[0]
     assert step.num_traces == 4
-    assert str(step.retraces[-1]) == "every call makes the class Kind, and no program can make it anew"
+    assert str(step.retraces[-1]) == "every call creates the class Kind anew, which a program cannot do"

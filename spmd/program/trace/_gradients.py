@@ -1,9 +1,9 @@
-"""`.grad` of leaf tensors during a trace: what the function relied on, and what it left behind.
+"""`.grad` of leaf tensors during a trace: the gradients that the function reads, and those that it leaves.
 
-A gradient that an earlier call left is not kept unless asked for, so a function that would add to it must not run on
-silently. During the trace every missing or dropped gradient is a marker that refuses to be read: a function that zeroes
-gradients first never reads one. One that does read it is traced again with the real `None` in its place, and then holds only
-while there is none.
+Gradients of an earlier call are dropped unless `keep_grads` is set, so a function that would add to them must not do so silently. During
+the trace a marker stands in for every missing or dropped gradient, and reading a marker raises an error. A function that zeroes its
+gradients first never reads one. A function that does read one is traced again with `None` in its place; the program is then valid
+only while the gradient is missing.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ STALE_GRADIENT = (
 
 
 class StaleGradients(DroppedValueError):
-    """The function read a marker. `unzeroed`: ids of the leaves that still had one."""
+    """The function read a marker. `unzeroed`: ids of the leaf tensors that still had a marker."""
 
     def __init__(self, unzeroed: frozenset[int]) -> None:
         super().__init__(STALE_GRADIENT)
         self.unzeroed = unzeroed
 
     def other_settings(self, settings: TraceSettings) -> TraceSettings:
-        """The settings under which these may be added to; `settings` itself if they may already."""
+        """Settings under which the function may add to these gradients; equal to `settings` if it already may."""
         return replace(settings, unmarked=settings.unmarked | self.unzeroed)
 
 
 class Gradients:
-    """The gradients of some leaf tensors, from before a trace to after it. A context: on leaving, the old ones are put back.
+    """Context that restores the gradients of the given leaf tensors after a trace.
 
     Attributes:
-        left: (leaf, gradient made in the trace, or None) where the function left another one than it found.
+        left: (leaf, gradient made in the trace, or None) for each gradient that the function replaced.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor], unmarked: frozenset[int]) -> None:
@@ -65,8 +65,8 @@ class Gradients:
         self._versions: list[int] = []
         self._accumulated: set[int] = set()
         self._at_start: dict[int, torch.Tensor | None] = {}  # by id of a leaf
-        self._missing: dict[int, torch.Tensor] = {}  # markers by id of a leaf that has no gradient
-        self._read: dict[int, torch.Tensor] = {}  # leaves that Python saw to have one
+        self._missing: dict[int, torch.Tensor] = {}  # markers, by id of a leaf that has no gradient
+        self._read: dict[int, torch.Tensor] = {}  # leaves whose existing gradient Python read
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
@@ -82,11 +82,11 @@ class Gradients:
             handle.remove()
 
     def mark(self) -> None:
-        """Put a marker where there is no gradient, or one that an earlier call dropped."""
+        """Put a marker in place of every gradient that is missing or that an earlier call dropped."""
         for p in self._leaves:
             dropped = p.grad is not None and buffer_of(p.grad).dropped is not None
             if dropped or (p.grad is None and id(p) not in self._unmarked):
-                with torch.inference_mode(False):  # a tensor of inference mode has no version
+                with torch.inference_mode(False):  # an inference tensor has no version counter
                     marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
                 buffer_of(marker).drop(STALE_GRADIENT)
                 if p.grad is None:
@@ -102,10 +102,12 @@ class Gradients:
         self._accumulated.add(id(leaf))
 
     def note_read(self, leaf: torch.Tensor) -> None:
-        """Python reads `leaf.grad`, and may ask whether there is one. torch's own code lets go of a marker, or computes with it.
+        """Note that Python code reads `leaf.grad`, and may test it for None.
+
+        Reads by torch itself are not noted: torch replaces a marker, or computes with it, which raises.
 
         Raises:
-            StaleGradients: it is a marker, and there is no gradient: the function is traced again without.
+            StaleGradients: the gradient is missing and a marker stands in for it. The function is traced again without the marker.
         """
         grad = leaf.grad
         if grad is None or grad is not self._at_start.get(id(leaf)) or _is_read_by_torch():
@@ -115,17 +117,21 @@ class Gradients:
         self._read[id(leaf)] = leaf
 
     def stale(self) -> StaleGradients:
-        """After a marker was read: the error that says which leaves still had one."""
+        """The error for a read of a marker, with the leaves that still have one."""
         found = zip(self._leaves, self._found, strict=True)
         unzeroed = frozenset(id(p) for p, marker in found if marker is not None and p.grad is marker and buffer_of(marker).value is None)
         return StaleGradients(unzeroed)
 
     def collect(self, is_newborn: Callable[[Buffer], bool], keep: bool) -> None:
-        """Note what the function left.
+        """Fill `left` with the gradients that the function replaced.
+
+        Args:
+            is_newborn: whether the trace created a buffer.
+            keep: gradients are outputs of the program.
 
         Raises:
-            StaleGradients: it added to a gradient of an earlier call, and the sum is to be kept; or it zeroed the marker of a
-                gradient that is missing (`set_to_none=False`), which without the marker it would have left missing.
+            StaleGradients: the function added to a gradient of an earlier call, and `keep` asks for the sum; or it zeroed the marker of
+                a missing gradient (`set_to_none=False`), which PyTorch would have left missing.
         """
         added: set[int] = set()
         zeroed: set[int] = set()
@@ -134,25 +140,31 @@ class Gradients:
             if grad is not found:
                 if grad is None or is_newborn(buffer_of(grad)):
                     self.left.append((p, grad))
-            elif grad is not None and is_newborn(buffer_of(grad)) and grad._version != version:  # a marker that was written to
+            elif grad is not None and is_newborn(buffer_of(grad)) and grad._version != version:  # a marker that was written
                 if buffer_of(grad).value is None:
                     added.add(id(p))
                 elif kept is None and id(p) not in self._accumulated:
                     zeroed.add(id(p))
                 self.left.append((p, grad))
-        self.left.extend((p, p.grad) for p in self._frozen if p.grad is not None)  # the function let it require one
+        self.left.extend((p, p.grad) for p in self._frozen if p.grad is not None)  # the function set requires_grad
         if (added and keep) or zeroed:
             raise StaleGradients(frozenset(added | zeroed))
 
     def drop(self) -> None:
-        """The gradients that were left have no value until the program runs."""
+        """Drop the values of the new gradients: they have none until the program runs."""
         for _, grad in self.left:
             if grad is not None:
                 buffer_of(grad).drop(DROPPED_GRADIENT)
 
     def slots(self, is_touched: Callable[[Buffer], bool], fixed: Collection[Buffer]) -> dict[Buffer, torch.Tensor]:
-        """The leaf of each gradient that was there and that the function read or wrote, by the gradient's buffer: every call takes
-        the gradient that the leaf has then. Not those in `fixed`, which the function reaches otherwise too."""
+        """The gradients from before the trace that the function read or wrote: their leaf, by the buffer of the gradient.
+
+        Every call takes the gradient that the leaf has at that time.
+
+        Args:
+            is_touched: whether the trace read or wrote a buffer.
+            fixed: buffers that the function also reaches in another way. They are left out.
+        """
         kept = [(p, buffer_of(g)) for p, g in zip(self._leaves, self._kept, strict=True) if g is not None]
         times = Counter(b for _, b in kept)
         return {b: p for p, b in kept if is_touched(b) and b not in fixed and times[b] == 1}
@@ -160,8 +172,13 @@ class Gradients:
     def guard(
         self, guards: Guards, is_touched: Callable[[Buffer], bool], slots: dict[Buffer, torch.Tensor], given: Collection[int]
     ) -> None:
-        """The gradients that the trace relied on are still there, or still missing. `slots`: those that may be other tensors of the
-        same kind by now; `given`: ids of the leaves that are arguments, whose gradients are part of the signature."""
+        """Guard that gradients still exist, or are still missing, as the trace assumed.
+
+        Args:
+            is_touched: whether the trace read or wrote a buffer.
+            slots: gradients in whose place a call takes any tensor of the same kind.
+            given: ids of the leaves that are arguments. Their gradients are part of the signature.
+        """
         relied: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         alike: list[tuple[torch.Tensor, Any]] = []
         for p, kept in zip(self._leaves, self._kept, strict=True):
@@ -176,17 +193,17 @@ class Gradients:
         def check() -> str | None:
             for p, kept in relied:
                 if p.grad is not kept:
-                    then, now = ("missing" if g is None else "there" for g in (kept, p.grad))
+                    then, now = ("missing" if g is None else "present" for g in (kept, p.grad))
                     return _changed(p, f"was {then} and is {now}" if then != now else "is another tensor")
             for p, kind in alike:
                 now = p.grad
                 if now is None:
-                    return _changed(p, "was there and is missing")
+                    return _changed(p, "was present and is missing")
                 if gradient_kind(now) != kind:
                     return _changed(p, "has another shape, dtype or layout")
             gone = next((p for p in read if p.grad is None), None)
             if gone is not None:
-                return _changed(gone, "was there and is missing")
+                return _changed(gone, "was present and is missing")
             if len({id(buffer_of(p.grad)) for p, _ in alike if p.grad is not None}) != len(alike):
                 return "two parameters share one gradient"
             return None
@@ -197,7 +214,7 @@ class Gradients:
 
         def check_frozen() -> str | None:
             found = next((p for p in frozen if p.grad is not None), None)
-            return None if found is None else _changed(found, "was missing and is there, and the parameter is frozen")
+            return None if found is None else _changed(found, "was missing and is present, and the parameter is frozen")
 
         if frozen:
             guards.add(check_frozen, values=[(_grad, frozen)])
@@ -218,7 +235,7 @@ def _module_of(frame: types.FrameType) -> str:
 
 
 def gradient_kind(grad: torch.Tensor) -> Any:
-    """What of a gradient decides which program takes it: equal for two that the same program may read and write."""
+    """A key that is equal for two gradients that the same program can read and write."""
     buffer = buffer_of(grad)
     window = tuple(grad.shape), grad.stride(), grad.storage_offset(), grad.dtype, grad.is_conj(), grad.is_neg()
     return window, buffer.shape, buffer.annotation, buffer.dropped is not None

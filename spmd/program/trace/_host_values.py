@@ -1,8 +1,7 @@
-"""What must not leak from the host into a program: values of CPU tensor arguments, and random numbers drawn on the host.
+"""Refuses host values that would become constants of a program: values of CPU tensor arguments, and random numbers of the host.
 
-A CPU tensor that is passed to a compiled function becomes an input where the function moves it to the device. Anything
-computed from it on the CPU would be a constant, the same in every call; so would a number from `random`, numpy's global
-generator or torch's CPU generator.
+A CPU tensor argument becomes an input of the program where the function moves it to the device. A value that is computed from it on the
+CPU would be a constant, the same in every call. So would a number from `random`, numpy's global generator or torch's CPU generator.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ _READERS = frozenset(
 
 
 class HostArgument(torch.Tensor):
-    """A CPU tensor argument while tracing: it may be looked at and moved to the device; what is computed from it is one too."""
+    """A CPU tensor argument during a trace. It can be viewed and moved to the device; reading its values raises TraceError.
+
+    CPU tensors computed from it are `HostArgument`s too.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,13 +48,13 @@ def _as_argument(value: Any) -> Any:
 
 
 def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that show the same memory in the same way."""
+    """A key that is equal for two tensors with the same memory, shape, strides and dtype."""
     with DisableTorchFunctionSubclass():
         return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def computed_on_host(what: str) -> TraceError:
-    """The error for a value of a CPU argument that Python or a CPU operation wants while tracing."""
+    """The error for a value of a CPU argument that Python or a CPU operation needs during a trace. `what`: the operation or result."""
     return TraceError(
         message(
             f"the compiled function uses a CPU tensor argument on the host: {what}",
@@ -65,7 +67,7 @@ def computed_on_host(what: str) -> TraceError:
 
 @contextmanager
 def no_host_random() -> Generator[None]:
-    """Raise at the end if random numbers were drawn on the host; the generators are put back."""
+    """Context that raises TraceError at its end if random numbers were drawn on the host. The generators are restored."""
     states = _random_states()
     failed = True
     try:
@@ -81,7 +83,7 @@ def no_host_random() -> Generator[None]:
             raise TraceError(
                 message(
                     f"the compiled function draws random numbers on the host, from {drawn[0]}",
-                    "every call would use the same ones",
+                    "every call would use the same numbers",
                     fix="draw on the device, torch.rand(..., device='jax'), or draw before the call and pass them as an argument",
                 )
             )
@@ -89,7 +91,10 @@ def no_host_random() -> Generator[None]:
 
 @contextmanager
 def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[None]:
-    """Raise at the end if one of these CPU tensors was updated in place; small ones, counters and flags, are put back."""
+    """Context that raises TraceError at its end if one of these (name, CPU tensor) was updated in place.
+
+    Small tensors, such as counters and flags, are restored.
+    """
     before = [(name, t, *_seen(t)) for name, t in tensors]
     failed = True
     try:
@@ -114,7 +119,7 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
 
 
 def _seen(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
-    """Version and a copy, of small tensors; of a tensor of inference mode, which has no version, always a copy."""
+    """The version of a tensor, and a copy if it is small. An inference tensor has no version, and is always copied."""
     version = None if tensor.is_inference() else tensor._version
     return version, tensor.detach().clone() if version is None or tensor.numel() <= _SMALL else None
 

@@ -1,14 +1,16 @@
-"""Inputs whose values the host knows, and what Python was told of them while a function was traced.
+"""Inputs whose values the host knows, and the values that Python computed from them during a trace.
 
-Note [Known inputs]. Python asks for values that decide what a program is: into how many patches an image was cut, where it stands
-in a text, whether a mask hides anything. Where they follow from inputs that the host has sent to the devices (`device/_uploaded`), they are
-computed on the host, by the operations that the trace has recorded. The program then holds for calls in which the same answers come out:
-their inputs are compared first, and where one is another the answers are computed again. Nothing is read from a device. What a
-program writes to a small integer or bool follows, where it follows from what Python was told of or from constants (`initialized.fill_(1)`,
-`step += 1`): each call computes it on the host too, so that the next one knows it. A float follows while it is a whole number computed of
-whole numbers, exactly then: other sums round, and a program's rounding is not the host's. Any other input that a program has written is not
-known, and Python's question is refused as before. Arguments that are indices are looked at before
-each call, where they are known, and no program is made for them.
+Note [Known inputs]. Python asks for values that determine the program: the number of patches of an image, their position in a text, whether
+a mask hides anything. If such a value depends only on inputs that the host has sent to the devices (`device/_uploaded`), the host computes
+it, with the operations that the trace has recorded. Nothing is read from a device. The program is valid for calls in which all these
+values are the same. Before a call the inputs are compared with the previous ones, and the values are recomputed if an input differs.
+
+A program may write such an input (`initialized.fill_(1)`, `step += 1`). If it is a small integer or bool tensor, and its new value depends
+only on such inputs or constants, each call computes the new value on the host too, and the next call knows it. The same is done for a
+float of one element, but only for whole numbers computed from whole numbers: other results are rounded, and a program does not round as the
+host does. Every other input that a program has written is unknown, and a read of its value is refused.
+
+Arguments that are indices are checked before each call if their values are known. The program does not depend on these values.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from spmd.device._storage import Buffer
 from spmd.device._uploaded import host_values, sent, window
 from spmd.program.reuse._columns import Guards
 
-_FEW = 16  # elements of a state tensor that the host follows: flags and counters
+_MAX_FOLLOWED = 16  # elements of an integer or bool tensor whose writes the host follows: flags and counters
 _value = attrgetter("value")
 _today = attrgetter("today")
 Values = tuple[np.ndarray[Any, Any] | None, ...]
 
 
-class _OnHost:
-    """A closed jaxpr that the host evaluates. Layers that are alike ask alike, of the same values: it keeps its last result."""
+class _HostProgram:
+    """A closed jaxpr that the host evaluates. It caches its last result, since equal layers ask for equal values."""
 
     def __init__(self, closed: Any) -> None:
         self._closed = closed
@@ -43,7 +45,7 @@ class _OnHost:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a program computes the same of what it is given: of integers, or of whole numbers by operations that keep them whole."""
+        """Whether a device computes the same result: from integers to integers, or with operations that keep whole numbers whole."""
         ends = [atom.aval.dtype for atom in (*self._closed.jaxpr.invars, *self._closed.jaxpr.outvars)]
         return all(dtype.kind in "biu" for dtype in ends) or _keeps_whole(self._closed)
 
@@ -56,96 +58,101 @@ class _OnHost:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What Python was told.
+    """A value that Python was given during the trace.
 
     Attributes:
-        inputs: what it was computed from, by number.
-        program: computes it of these.
+        inputs: numbers of the sources that it depends on.
+        program: computes it from their values.
+        value: the value in the trace.
     """
 
     inputs: tuple[int, ...]
-    program: _OnHost
+    program: _HostProgram
     value: np.ndarray[Any, Any]
 
 
 @dataclass
-class _Look:
-    """What is looked at before each call.
+class _ArgumentCheck:
+    """A check of the values of an argument before each call.
 
     Attributes:
-        shape: of argument number `argument` in the trace; a call has other sizes where these vary.
-        place: sizes, strides and offset of the view of it that `look` sees; None: all of it.
-        seen: what the argument held the last time.
+        argument: number of the argument.
+        shape: its shape in the trace. In a call, sizes that vary may differ.
+        place: sizes, strides and offset of the view that is checked; None for the whole argument.
+        check: raises if the values are invalid.
+        seen: the values that were checked last.
     """
 
     argument: int
     shape: tuple[int, ...]
     place: tuple[tuple[int, ...], tuple[int, ...], int] | None
-    look: Callable[[np.ndarray[Any, Any]], None]
+    check: Callable[[np.ndarray[Any, Any]], None]
     seen: np.ndarray[Any, Any] | None = None
 
     def __call__(self, host: np.ndarray[Any, Any] | None) -> None:
         if host is not None and host is not self.seen:
             known = host if self.place is None else window(host, *self.place) if host.shape == self.shape else None
             if known is not None and known.size:
-                self.look(known)
+                self.check(known)
         self.seen = host
 
 
 class KnownInputs:
-    """The answers of one trace.
+    """The known inputs of one trace, and the values that Python was given.
 
     Attributes:
-        today: of each argument that has part in an answer its values in the call to come, or None.
-        followed: what a call writes (state, or an argument's position), what it is computed from, and what computes it.
+        today: for each argument that such a value depends on, its values in the next call, or None if they are unknown.
+        followed: (target, sources, program) for each write that a call repeats on the host. Target and sources are state buffers or
+            positions of arguments.
     """
 
     def __init__(self, arguments: Sequence[Buffer]) -> None:
         self._hosts = list(map(host_values, arguments))
         self._arguments = {id(argument): i for i, argument in enumerate(arguments)}
         self._tracers: Sequence[Any] = ()
-        self._positions: dict[int, int] = {}  # of an argument, by id of its tracer
+        self._positions: dict[int, int] = {}  # position of an argument, by id of its tracer
         self._sources: list[int | Buffer] = []  # by number: the position of an argument, or a buffer of the state
-        self._numbers: dict[int, int] = {}  # by id of a source
-        self._then: list[np.ndarray[Any, Any]] = []
-        self._answers: dict[int, tuple[Any, _Answer | None]] = {}  # by id of the tracer, which is held
+        self._numbers: dict[int, int] = {}  # number of a source, by its `_key`
+        self._last_values: list[np.ndarray[Any, Any]] = []
+        self._answers: dict[int, tuple[Any, _Answer | None]] = {}  # by id of the tracer, which the tuple keeps alive
         self.today: Values = ()
         self.followed: list[tuple[int | Buffer, list[int | Buffer], Any]] = []
-        self._looks: list[_Look] = []
-        self._programs: dict[Any, _OnHost] = {}  # by text and constants
+        self._checks: list[_ArgumentCheck] = []
+        self._programs: dict[Any, _HostProgram] = {}  # by the jaxpr's text and its constants
 
     def install(self, tracers: Sequence[Any]) -> None:
-        """The trace begins: these stand for the arguments."""
-        self._looks.clear()
-        self._tracers = tracers  # held: an id names nothing once its owner is gone
+        """Begin a trace. `tracers`: the tracers of the arguments."""
+        self._checks.clear()
+        self._tracers = tracers  # kept alive, so that their ids are not reused
         self._positions = {id(tracer): i for i, tracer in enumerate(tracers)}
 
-    def each_call(self, buffer: Buffer, place: Any, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
-        """Let `look` see what a view of an argument shows, now and before each call, unless the trace has written to it."""
+    def each_call(self, buffer: Buffer, place: Any, check: Callable[[np.ndarray[Any, Any]], None]) -> None:
+        """Call `check` with the values of a view of an argument, now and before each call, unless the trace has written to it."""
         position = self._positions.get(id(buffer.value))
         if position is not None:
-            self._looks.append(_Look(position, buffer.shape, place, look))
-            self._looks[-1](self._hosts[position])
+            self._checks.append(_ArgumentCheck(position, buffer.shape, place, check))
+            self._checks[-1](self._hosts[position])
 
     @property
     def is_used(self) -> bool:
-        """Whether calls have to do with it."""
-        return bool(self._sources or self._looks or self.followed)
+        """Whether the program has known inputs."""
+        return bool(self._sources or self._checks or self.followed)
 
     @property
-    def has_looks(self) -> bool:
-        """Whether arguments are looked at before each call."""
-        return bool(self._looks)
+    def has_checks(self) -> bool:
+        """Whether arguments are checked before each call."""
+        return bool(self._checks)
 
-    def look(self, arguments: Sequence[Buffer]) -> None:
-        """A call begins, with these arguments."""
-        for look in self._looks:
-            look(host_values(arguments[look.argument]))
+    def check_arguments(self, arguments: Sequence[Buffer]) -> None:
+        """Check the known values of the arguments of a call."""
+        for check in self._checks:
+            check(host_values(arguments[check.argument]))
 
     def known_value(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
-        """The value of a tracer, if the host knows the inputs that it was computed from.
+        """The value of a tracer if the host knows all inputs that it depends on; else None.
 
         Args:
+            value: the tracer.
             states: the buffers that the trace has read, by id of their arrays.
         """
         if id(value) not in self._answers:
@@ -160,14 +167,14 @@ class KnownInputs:
                 return None
             atoms, program = found[0], self._on_host(found[1])
             numbers = [self._number(self._positions[id(a)] if is_tracer(a) else states[id(a)], self._known(a)) for a in atoms]
-            return _Answer(tuple(numbers), program, program([self._then[n] for n in numbers]))
+            return _Answer(tuple(numbers), program, program([self._last_values[n] for n in numbers]))
 
-    def _on_host(self, closed: Any) -> _OnHost:
+    def _on_host(self, closed: Any) -> _HostProgram:
         constants = map(np.asarray, closed.consts)
-        return self._programs.setdefault((str(closed.jaxpr), *((c.dtype, c.shape, c.tobytes()) for c in constants)), _OnHost(closed))
+        return self._programs.setdefault((str(closed.jaxpr), *((c.dtype, c.shape, c.tobytes()) for c in constants)), _HostProgram(closed))
 
     def _known(self, atom: Any) -> Any:
-        """What the host knows of an input: the tracer of an argument, or an array."""
+        """The host's values of an input, which is the tracer of an argument or an array; None if they are unknown."""
         if not is_tracer(atom):
             return sent(atom)
         host = self._hosts[self._positions[id(atom)]] if id(atom) in self._positions else None
@@ -178,16 +185,16 @@ class KnownInputs:
         if key not in self._numbers:
             self._numbers[key] = len(self._sources)
             self._sources.append(source)
-            self._then.append(value)
+            self._last_values.append(value)
         return self._numbers[key]
 
     def follow(self, written: Iterable[Buffer], states: dict[int, Buffer], counts: Iterable[Any]) -> None:
-        """The trace ends: of the flags and counters that it has written, the host follows those that come of what was asked for.
+        """End a trace: fill `followed` with the written flags and counters whose new values depend only on inputs that Python asked for.
 
         Args:
-            written: state and arguments.
+            written: buffers of state and arguments that the trace has written.
             states: the buffers that the trace has read, by id of their arrays.
-            counts: integers that Python was given, whose values it has not asked for yet.
+            counts: integers that Python was given without their values.
         """
         asked = set(self._numbers)
 
@@ -210,7 +217,7 @@ class KnownInputs:
             ]
 
     def written(self, arguments: Sequence[Buffer]) -> list[tuple[Buffer, np.ndarray[Any, Any]]]:
-        """What a call with these arguments leaves in the state that is followed."""
+        """The new values that a call with these arguments writes to the followed state and arguments."""
         left: list[tuple[Buffer, np.ndarray[Any, Any]]] = []
         for target, sources, program in self.followed:
             given = [host_values(arguments[s] if isinstance(s, int) else s) for s in sources]
@@ -220,14 +227,14 @@ class KnownInputs:
         return left
 
     def refresh(self, arguments: Sequence[Buffer]) -> None:
-        """A call is to come, with these arguments."""
+        """Update `today` for a call with these arguments."""
         if self._sources:
             now = tuple(host_values(arguments[s]) for s in self._sources if isinstance(s, int))
             if len(now) != len(self.today) or not all(map(is_, now, self.today)):
                 self.today = now
 
     def guard(self, guards: Guards) -> None:
-        """What Python was told would be the same."""
+        """Guard that Python would be given the same values, and end the trace."""
         answers = [answer for _, answer in self._answers.values() if answer is not None]
         self._answers.clear()
         self._tracers, self._hosts = (), []
@@ -237,24 +244,24 @@ class KnownInputs:
             guards.add(lambda: self._reason(answers), values=[(_today, [self]), (_value, states)])
 
     def _reason(self, answers: list[_Answer]) -> str | None:
-        """Why an answer would be another today, or None."""
+        """Why Python would be given another value in the next call; None if it would not."""
         of_arguments = iter(self.today)
         now: list[np.ndarray[Any, Any]] = []
-        for source, then in zip(self._sources, self._then, strict=True):
+        for source, then in zip(self._sources, self._last_values, strict=True):
             host = next(of_arguments) if isinstance(source, int) else host_values(source)
             if host is None:
-                return f"{_title(source, then)}, whose values the program was made for, was computed on the device"
+                return f"{_title(source, then)}, whose values the program depends on, was computed on the device"
             now.append(_padded(host, then.shape))
-        differing = {n for n, (then, host) in enumerate(zip(self._then, now, strict=True)) if not _is_same(then, host)}
+        differing = {n for n, (then, host) in enumerate(zip(self._last_values, now, strict=True)) if not _is_same(then, host)}
         for answer in answers if differing else ():
             if differing.isdisjoint(answer.inputs):
                 continue
             value = answer.program([now[n] for n in answer.inputs])
             if not _is_same(answer.value, value):
                 number = next(n for n in answer.inputs if n in differing)
-                what = _title(self._sources[number], self._then[number])
-                return f"what Python reads of {what} changed from {_shown(answer.value)} to {_shown(value)}"
-        self._then = now  # so that the next call with these need not compute
+                what = _title(self._sources[number], self._last_values[number])
+                return f"a value that Python computes from {what} changed from {_shown(answer.value)} to {_shown(value)}"
+        self._last_values = now  # so that another call with these values need not recompute
         return None
 
 
@@ -295,14 +302,14 @@ def _keeps_whole(closed: Any) -> bool:
 
 
 def _is_exact(value: np.ndarray[Any, Any]) -> bool:
-    """False for a float that is not a whole number, or so large that the next one is not it plus 1."""
+    """Whether all elements are integers, or floats that are whole numbers in the range where each whole number is a float."""
     if value.dtype.kind in "biu":
         return True
     return bool((np.floor(value) == value).all() and (abs(value) < 2 ** jnp.finfo(value.dtype).nmant).all())
 
 
 def _may_follow(value: Any) -> bool:
-    is_flag = value.dtype.kind in "biu" and value.size <= _FEW
+    is_flag = value.dtype.kind in "biu" and value.size <= _MAX_FOLLOWED
     return is_flag or (value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating))
 
 
@@ -311,12 +318,12 @@ def _key(source: int | Buffer) -> int:
 
 
 def _padded(host: np.ndarray[Any, Any], stored: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """`host` as an array of shape `stored` holds it: zeros at the ends of uneven dims."""
+    """`host` padded with zeros to the shape `stored` of its array on the devices, where uneven dims are padded."""
     return host if host.shape == stored else np.pad(host, [(0, m - n) for n, m in zip(host.shape, stored, strict=True)])
 
 
 def _is_same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """NaN is itself, and -0.0 is not 0.0."""
+    """Whether two arrays are equal bit by bit: NaN equals itself, and -0.0 differs from 0.0."""
     return one is other or (one.shape == other.shape and one.tobytes() == other.tobytes())
 
 

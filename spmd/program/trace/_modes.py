@@ -1,4 +1,4 @@
-"""torch's own switches around a trace: what the function leaves switched, every call leaves so."""
+"""torch's global modes that a traced function changes: restored after the trace, and set by every call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class Switches:
-    """A context around a traced function: on leaving, the switches are as before.
+    """Context that restores torch's global modes after a traced function.
 
     Attributes:
-        effects: what leaves them as the function did.
+        effects: for each mode that the function changed, a call that sets it as the function did.
     """
 
     def __init__(self) -> None:

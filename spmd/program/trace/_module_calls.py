@@ -1,4 +1,4 @@
-"""Records the modules and optimizers that run in a trace: which, under which scope of names, and whether the outputs are finite."""
+"""Records the modules and optimizers that run in a trace, names their operations, and checks that outputs are finite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Undiscovered(TraceAgain):
-    """An optimizer stepped, or a module ran, that `reachable` had not found: add it and trace again."""
+    """An optimizer stepped, or a module ran, that `reachable` had not found. The next trace includes it."""
 
     def __init__(self, value: torch.optim.Optimizer | torch.nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Undiscovered(TraceAgain):
 
 
 class StateBeforeStep(TraceAgain):
-    """The function looks at state that was created before the trace, and that optimizers have from their first step on."""
+    """The function reads optimizer state that was prepared before the trace. PyTorch would create this state in the first step."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__()
@@ -51,10 +51,11 @@ class StateBeforeStep(TraceAgain):
 
 
 def require_known_state(recorder: TraceRecorder, found: Reachable) -> None:
-    """The function itself met the state of such optimizers alone as stepped, and none that was created for this trace.
+    """Check that the function itself reads or writes only state of optimizers that it steps, and no state that was prepared too early.
 
     Raises:
-        OptimizerAsObject, StateBeforeStep: it must be traced with other settings.
+        OptimizerAsObject: the function uses the state of an optimizer that it does not step.
+        StateBeforeStep: the function uses state, prepared for this trace, before the optimizer's step.
     """
     unstepped = [o for o in found.optimizers if all(o is not stepped for stepped in recorder.stepped) and recorder.has_met(o)]
     if unstepped:
@@ -65,9 +66,14 @@ def require_known_state(recorder: TraceRecorder, found: Reachable) -> None:
 
 @contextmanager
 def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Generator[RunModule]:
-    """Note the modules that run, name their operations after them, and stop at one, or an optimizer, that is not in `found`.
+    """Context that notes the modules and optimizers that run, and names operations after their module.
 
-    Yields what a recording runs each module by.
+    Yields:
+        The function by which a `Recording` runs each module.
+
+    Raises:
+        Undiscovered: a module or optimizer runs that is not in `found`.
+        TraceError: a module cannot be traced: it is a TorchScript module or has uninitialised parameters; or LBFGS steps.
     """
     names = {id(module): name for name, module in found.all_modules()}
     known = {buffer_of(t) for t in found.device_tensors()}
@@ -84,7 +90,7 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             raise _scripted(module)
         if any(isinstance(t, UninitializedTensorMixin) for t in (*module._parameters.values(), *module._buffers.values())):
             raise _uninitialised(module, names.get(id(module)))
-        # A module that the function makes around tensors that are known is no news: each trace makes another one.
+        # A module that the function itself creates around known tensors is allowed: each trace creates another one.
         if id(module) not in names and any(map(is_new, module.parameters())):
             raise Undiscovered(module)
         recorder.modules[id(module)] = module
@@ -132,7 +138,7 @@ def _searches() -> TraceError:
 def _scripted(module: torch.jit.ScriptModule) -> TraceError:
     return TraceError(
         message(
-            f"a {module.original_name} of TorchScript runs in a compiled function",
+            f"the TorchScript module {module.original_name} runs in a compiled function",
             "its interpreter reads flags and attributes that cannot be guarded: after model.eval() the program would stay in training mode",
             fix="compile the nn.Module that it was made from, or call it outside of the compiled function",
         )
@@ -151,7 +157,7 @@ def _uninitialised(module: torch.nn.Module, name: str | None) -> TraceError:
 
 
 def _finite_flags(result: Any) -> list[Any]:
-    """For each floating tensor in a module's result, whether all its elements are finite."""
+    """For each floating-point or complex tensor in a module's result, a 0-dim bool: whether all its elements are finite."""
     tensors = [t for t in pytree.tree_leaves(result) if is_device_tensor(t)]
     with exact_dtypes():
         return [jnp.all(jnp.isfinite(load(t))) for t in tensors if t.is_floating_point() or t.is_complex()]
@@ -159,10 +165,10 @@ def _finite_flags(result: Any) -> list[Any]:
 
 @contextmanager
 def report_compiling() -> Generator[None]:
-    """While active, `torch.compiler.is_compiling()` is true for all code but torch's own.
+    """Context in which `torch.compiler.is_compiling()` is true for all code except torch's own.
 
-    Libraries ask it before they look at values (transformers, whether a mask hides anything). torch's optimizers and modules ask
-    it too, and mean Dynamo, which does things for them that a trace of ours does not.
+    Libraries call it before they read values (transformers: whether a mask hides anything). torch's optimizers and modules call it
+    too, but to detect Dynamo, which prepares things for them that this trace does not.
     """
     before, thread = torch.compiler.is_compiling, get_ident()
 
@@ -176,10 +182,10 @@ def report_compiling() -> Generator[None]:
 
 @contextmanager
 def restore_functorch() -> Generator[None]:
-    """An error inside torch's printing of a tensor leaves functorch as it was.
+    """Context that restores functorch after an error inside torch's printing of a tensor.
 
-    `torch._tensor_str._str` turns functorch off for as long as a local of it lives. An error's traceback keeps the frame, and with
-    it the local: whoever holds the error (a prompt its last one, a test runner) would find `vmap` and `jacfwd` broken.
+    `torch._tensor_str._str` disables functorch for the lifetime of a local variable. The traceback of an error keeps the frame, and so
+    the variable, alive: `vmap` and `jacfwd` would fail while a prompt or a test runner keeps the error.
     """
     try:
         yield

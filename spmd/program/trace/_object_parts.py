@@ -1,7 +1,7 @@
-"""How what a trace made and left is made again from its parts, by its kind: containers, objects, functions, weak references.
+"""Takes containers, objects, functions and weak references that a trace created into parts, from which every call creates them anew.
 
-It knows no program, and of tensors only that they are no containers. What it cannot take apart is copied by every call if the copy
-is another object, and shared by all calls if not.
+Tensors are left to the caller (`_output_tree`). An object that cannot be taken apart is copied by every call if its copy is another object;
+otherwise all calls share it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from spmd.program.find._objects import is_object
 from spmd.program.find._static import attributes_of, slots_of
 from spmd.program.reads import Varying, code_of, is_library
 
-# what makes it empty, or None if it is made at once; (it or None, parts) -> it; the parts
+# A constructor of the empty object, or None if it can only be created with its parts; (empty object or None, parts) -> object; the parts.
 ObjectParts = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
 
-_HEAP = 1 << 9  # a class made by Python code
+_HEAP = 1 << 9  # flag of classes that Python code created (Py_TPFLAGS_HEAPTYPE)
 _COLLECTIONS = (collections.Counter, collections.UserDict, collections.UserList, collections.ChainMap)
-_OF_LIBRARIES = ("queue", "threading", "string", "textwrap")  # objects of their classes are taken apart too
+_OF_LIBRARIES = ("queue", "threading", "string", "textwrap")  # standard modules whose objects are taken apart too
 _NOT_APART = (threading.Thread, threading.local)
 _CONTAINERS = (dict, list, set, collections.deque)
 _RANDOM = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
@@ -44,14 +44,14 @@ _LOCK, _RLOCK = type(_thread.allocate_lock()), type(threading.RLock())
 
 
 def parts_of(value: Any) -> ObjectParts | None:
-    """How a container is made from its parts; None if it is none."""
+    """The parts of a container, and the functions that create it from them; None if `value` cannot be taken apart."""
     return _parts_of(value, type(value))
 
 
 def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
     if cls is list:
         return list, list.extend, list(value)
-    if cls in _MAY_HAVE_ATTRIBUTES and attributes_of(value):  # `state_dict()` has some
+    if cls in _MAY_HAVE_ATTRIBUTES and attributes_of(value):  # `state_dict()` returns one with attributes
         return _object_parts(value, cls)
     if cls is dict or cls is collections.OrderedDict:
         return cls, _fill_dict, _pairs(value)
@@ -84,19 +84,22 @@ def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
 
 
 def is_proxy(value: Any) -> bool:
-    """Whether a value is a weak proxy, which says of itself that it is of another class."""
+    """Whether a value is a weak proxy. `isinstance` sees the class of its referent."""
     return type(value) in _PROXIES
 
 
 def copied_parts(value: Any) -> ObjectParts | None:
-    """A copy for every call, of what cannot be taken apart; None if a copy is the same object or shares content, or there is none."""
+    """A copy for every call, for an object that cannot be taken apart.
+
+    None if it cannot be copied, or if a copy is the same object or shares a container with it.
+    """
     cls: Any = type(value)
     if isinstance(value, (type, *RUNNING)) or str(cls.__module__).partition(".")[0] not in sys.stdlib_module_names | {"numpy"}:
         return None
     try:
         copied = copy.deepcopy if isinstance(value, _RANDOM) else copy.copy
         kept = copied(value)
-    except Exception:  # it says in its own way that it cannot be copied
+    except Exception:  # a class can raise anything when it refuses to be copied
         return None
     if kept is value or (copied is copy.copy and _shares_content(kept, value)):
         return None
@@ -104,13 +107,13 @@ def copied_parts(value: Any) -> ObjectParts | None:
 
 
 def _shares_content(kept: Any, value: Any) -> bool:
-    """Whether a copy has a container of the original's among its attributes."""
+    """Whether a copy has an attribute that is the same container as in the original."""
     held = attributes_of(kept) or {}
     return any(held.get(name) is part and isinstance(part, _CONTAINERS) for name, part in (attributes_of(value) or {}).items())
 
 
 def holds_varying(value: Any, is_before: Callable[[Any], bool]) -> bool:
-    """Whether a number that varies lies in `value`, however deep in what was not there before."""
+    """Whether `value`, or any object reachable from it that is new in the trace, is a number that varies."""
     waiting, seen = [value], {id(value)}
     while waiting and len(seen) < _MAX_LOOKS:
         found = waiting.pop()
@@ -139,7 +142,7 @@ def _pairs(value: dict[Any, Any]) -> list[Any]:
 
 
 def _shown_parts(value: Any, cls: Any) -> ObjectParts | None:
-    """What shows another object or refers to it, and locks."""
+    """The parts of views, bound methods of builtins, weak references, slices and locks."""
     if cls is types.MappingProxyType:
         return None, lambda _, parts: types.MappingProxyType(parts[0]), gc.get_referents(value)
     if cls in _VIEWS:
@@ -180,7 +183,7 @@ def _behind(proxy: Any) -> Any:
 
 
 def _code_parts(value: Any, cls: type) -> ObjectParts | None:
-    """Functions, what they close over, and what is bound to them."""
+    """The parts of functions, cells, methods, partials and properties."""
     if cls is types.MethodType:
         return None, lambda _, parts: types.MethodType(*parts), [value.__func__, value.__self__]
     if cls is staticmethod or cls is classmethod:
@@ -211,7 +214,7 @@ def _code_parts(value: Any, cls: type) -> ObjectParts | None:
 
 
 def _object_parts(value: Any, cls: Any) -> ObjectParts | None:
-    """An object: its attributes and slots, and what the class holds that it is made of."""
+    """The parts of an object: its attributes, its slots, and the items of the builtin container class that it derives from."""
     own = next((c for c in cls.__mro__ if not c.__flags__ & _HEAP), object)
     kind = next((kind for kind in _KINDS if issubclass(own, kind)), None) if own is not object else None
     if own is not object and (kind is None or (own is not kind and kind is not BaseException)):
@@ -238,7 +241,7 @@ def _object_parts(value: Any, cls: Any) -> ObjectParts | None:
     return None if is_at_once else (lambda: start(cls)), fill, [*attributes.values(), *slots.values(), *items]
 
 
-# items, what makes an object of a class (of items, if nothing puts them in), and what puts items in
+# The items; a constructor (class, or class and items if there is no third); and a function that adds the items, or None.
 _Kind = tuple[list[Any], Callable[..., Any], Callable[[Any, list[Any]], None] | None]
 
 
@@ -246,7 +249,7 @@ def _of_dict(own: Any) -> Callable[[Any], _Kind]:
     def kind(value: Any) -> _Kind:
         def put(made: Any, parts: list[Any]) -> None:
             for key, part in zip(parts[::2], parts[1::2], strict=True):
-                own.__setitem__(made, key, part)  # past what its class does when an item is set
+                own.__setitem__(made, key, part)  # without the class's own __setitem__
 
         return [part for pair in own.items(value) for part in pair], own.__new__, put
 

@@ -1,7 +1,7 @@
-"""What a trace made and left that no call can make anew: a class, a context variable, a thread's own variables.
+"""Objects that a trace creates and returns or stores, and that no call can create anew: a class, a context variable, a `threading.local`.
 
-Python makes another one in every call. So the program that leaves the one of its trace runs once, and the next call traces again. What
-is made once for the whole process counts as found: a class or a module that an import made has its name there.
+Python creates another one in every call. So the program returns the object of its trace once, and the next call is a retrace. Objects that
+exist once per process, such as a class or module that an import created and registered under its name, count as existing before the trace.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _HEAP = 1 << 9  # a class made by Python code
 
 
 class OneCall:
-    """What one trace left of this kind.
+    """The objects of this kind that one trace leaves.
 
     Attributes:
-        titles: each, in words.
+        titles: a description of each, for messages.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class OneCall:
         self._was_given = False
 
     def giving(self, value: Any, title: str) -> Callable[[], Any]:
-        """What gives `value` to the one call of the program."""
+        """A function that returns `value`, for the only call of the program."""
         self.titles.append(title)
 
         def give() -> Any:
@@ -48,12 +48,12 @@ class OneCall:
         return give
 
     def guard(self) -> str | None:
-        """Why the program does not run again; None before its call."""
-        return f"every call makes {self.titles[0]}, and no program can make it anew" if self._was_given else None
+        """Why the program cannot run again; None before its only call."""
+        return f"every call creates {self.titles[0]} anew, which a program cannot do" if self._was_given else None
 
 
 def title_of(value: Any) -> str | None:
-    """What `value`, which a trace made, is in words, if it is of this kind; None if it is not."""
+    """A description of `value`, an object that the trace created, if no call can create it anew; else None."""
     kind: Any = type(value)
     if isinstance(value, type):
         return None if _is_named(value) else f"the class {value.__qualname__}"
@@ -67,7 +67,7 @@ def title_of(value: Any) -> str | None:
 
 
 def title_of_uncopied(value: Any) -> str | None:
-    """The same for an object of Python's own library that cannot be copied either."""
+    """The same for an object of the standard library that cannot be copied."""
     kind: Any = type(value)
     if issubclass(kind, RUNNING) or str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names:
         return None
@@ -75,7 +75,7 @@ def title_of_uncopied(value: Any) -> str | None:
 
 
 def is_made_class(cls: type) -> bool:
-    """Whether Python code makes such a class, and no import made this one."""
+    """Whether a class statement created `cls` outside of an import."""
     return bool(cls.__flags__ & _HEAP) and not _is_named(cls)
 
 
@@ -84,7 +84,7 @@ def _with_article(kind: type) -> str:
 
 
 def _is_named(cls: type) -> bool:
-    """Whether a class is what its module has under its name, as after an import."""
+    """Whether the module of a class has it under its qualified name, as after an import."""
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         found = vars(found).get(name) if hasattr(found, "__dict__") else None
@@ -92,10 +92,10 @@ def _is_named(cls: type) -> bool:
 
 
 def _is_immutable(value: Any) -> bool:
-    """Whether it says of itself that a copy is the same object."""
+    """Whether a copy of `value` is the same object."""
     try:
         return copy.copy(value) is value
-    except Exception:  # in its own way
+    except Exception:  # a class can raise anything when it refuses to be copied
         return False
 
 

@@ -1,7 +1,8 @@
-"""What a trace leaves (its result, what it writes to Python) taken apart, so that every call makes it anew.
+"""Takes the result of a trace, and the values that it writes to Python objects, into parts from which every call creates them anew.
 
-Containers, objects and functions that the trace made are made by every call, who is who included: one list under two names stays one
-list. What existed before is put as it is, and what stands for an argument is the caller's. It knows nothing of tensors.
+Every call creates the containers, objects and functions that the trace created, with the same identities: one list under two names stays
+one list. Objects from before the trace are used as they are, and placeholders of arguments become the caller's objects. Tensors
+are leaves; `_results` handles them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from spmd.program.trace._one_call import OneCall, is_made_class, title_of, title
 
 
 class Node(NamedTuple):
-    """One container.
+    """One container or object.
 
     Attributes:
-        blank: makes it empty, or None if it is made at once from its parts.
-        fill: (container or None, parts) -> the container.
-        parts: what lies in it: a leaf's number, or ~number of a node.
+        blank: creates it empty; None if it can only be created with its parts.
+        fill: (empty container or None, parts) -> the container.
+        parts: its parts, each the number of a leaf, or ~number of a node.
     """
 
     blank: Callable[[], Any] | None
@@ -31,12 +32,12 @@ class Node(NamedTuple):
 
 
 class OutputTree:
-    """Takes values apart.
+    """Values taken into leaves and nodes.
 
     Attributes:
-        leaves: what is no container, or existed before.
-        nodes: the containers, in the order in which they were met.
-        one_call: what of it no call can make anew.
+        leaves: tensors, plain values, and objects that existed before the trace.
+        nodes: the containers and objects, in the order in which they were found.
+        one_call: the objects in them that no call can create anew.
     """
 
     def __init__(self, is_before: Callable[[Any], bool]) -> None:
@@ -46,13 +47,20 @@ class OutputTree:
         self._is_before = is_before
         self._refs: dict[int, int] = {}
         self._kept: list[Any] = []
-        self._whole: list[int] = []  # the nodes again, each after its parts
+        self._whole: list[int] = []  # numbers of the nodes, each after its parts
 
     def take(self, value: Any, is_new: bool = False) -> int:
-        """The number of a value. `is_new`: it is a container that was made to hold its parts.
+        """Take a value apart.
+
+        Args:
+            value: the value.
+            is_new: it is a container that the trace machinery created, which is taken apart in any case.
+
+        Returns:
+            The number of its leaf, or ~number of its node.
 
         Raises:
-            NumbersNeeded: it holds numbers that vary and is of a kind that no call can make.
+            NumbersNeeded: it contains numbers that vary, and no call can create an object of its kind.
         """
         if not is_proxy(value) and isinstance(value, (*PLAIN, torch.Tensor, Varying)) and not isinstance(value, slice):
             return self._leaf(value)
@@ -82,7 +90,7 @@ class OutputTree:
         return None if title is None else (self.one_call.giving(value, title), lambda made, parts: made, ())
 
     def ordered(self, refs: Sequence[int]) -> tuple[list[Node], list[int]]:
-        """The nodes, each after its parts (a dict hashes its keys when it is filled), and the numbers that values have among these."""
+        """The nodes, each after its parts (a dict hashes its keys when it is filled), and `refs` renumbered for this order."""
         place = {number: i for i, number in enumerate(self._whole)}
 
         def moved(ref: int) -> int:
@@ -97,7 +105,13 @@ class OutputTree:
 
 
 def rebuilt(nodes: Sequence[Node], refs: Sequence[int], flat: list[Any]) -> list[Any]:
-    """The values with these numbers. `nodes`: each after its parts; `flat`: this call's leaves."""
+    """The values with the numbers `refs`, created anew.
+
+    Args:
+        nodes: each after its parts.
+        refs: numbers of leaves, or ~numbers of nodes.
+        flat: the leaves of this call.
+    """
     if not nodes:
         return list(map(flat.__getitem__, refs))
     made: list[Any] = [ABSENT if node.blank is None else node.blank() for node in nodes]

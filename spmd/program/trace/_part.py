@@ -1,4 +1,4 @@
-"""The recorder of a part of a trace, inside the recorder of the whole."""
+"""The recorder of a part of a trace (a branch, a loop body, a manual region), inside the recorder of the whole trace."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from spmd.program.trace._buffer_use import TraceRecorder
 
 
 class Part:
-    """Recorder of a part. What a kind of part does not do itself, the recorder around it does.
+    """Recorder of a part. It delegates to the enclosing recorder whatever a subclass does not override.
 
     Attributes:
-        outer: the recorder around it; where nothing is traced around it, one whose notes nobody reads.
-        words: the random state at its start.
+        outer: the enclosing recorder; without an enclosing trace, one whose records are discarded.
+        words, start_draws: the random state at the start of the part.
     """
 
     def __init__(self, words: Any, start_draws: int) -> None:
@@ -72,7 +72,7 @@ class Part:
         return self.outer.known_count(value)
 
     def each_call(self, tensor: torch.Tensor, look: Any) -> None:
-        """Not every call runs a part."""
+        """No check: a call need not run the part."""
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
         return self.outer.host_argument(tensor)
@@ -81,7 +81,7 @@ class Part:
         self.outer.host_read(tensor)
 
     def expect(self, flag: Any, check: Check) -> bool:
-        """No flag made here can leave it."""
+        """False: a flag that is computed in a part cannot leave it."""
         return False
 
     def random_state(self) -> tuple[Any, int]:
@@ -91,7 +91,7 @@ class Part:
         self.outer.laid_out(spec)
 
     def ran_layers(self, results: Sequence[Any]) -> None:
-        """A part is traced once for all its rounds; loops in it are recorded as they stand."""
+        """No record: a part is traced once for all its iterations, and loops in it stay as they are."""
 
     def reduce_in(self, dtype: Any) -> None:
         self.outer.reduce_in(dtype)

@@ -1,7 +1,7 @@
-"""What a traced function returns, and how a call makes it: each result once, arguments as the caller's own, views as views.
+"""The results of a traced function, and how a call creates them: each tensor once, arguments as the caller's own, views as views.
 
-Results that are one tensor are one tensor after a call too. One that is a view of an argument, of state or of another
-result shares its memory, with torch's strides: a write to either is seen by both.
+Results that are one tensor in the trace are one tensor after a call too. A result that is a view of an argument, of state or of another
+result shares its memory, with torch's strides: a write to either changes both.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from spmd.program.trace._window import PLAIN_KIND, Kind, Window, leaves_whole
 
 @dataclass
 class Leaf:
-    """One leaf of the function's result, or of an object that is an argument, as the function leaves it.
+    """One leaf of the function's result, of a value that it writes, or of the new contents of an object among the arguments.
 
     Attributes:
-        kind: "array" (an output of the program), "number" (an output read as a Python number), "same" (a tensor that existed
-            before: returned as it is), "alias" (a new alias of one), "argument" (the caller's own tensor or object), "container"
-            (the caller's own container), "part" (a view of one), "held" (what a place held when the call began), "again" (an
-            earlier leaf), "computed" (a number of the host), "view" (of a leaf), "static" (any other value, as the trace returned it).
-        value: the tensor or static value; for arrays its Kind, for numbers their class; for arguments the position, for
-            "container" the path, for "held" the position among `TraceState.held`, for "again" the number of the leaf, for "part"
-            and "view" one of these and the Window.
-        owner: of an array that is also the gradient which a call leaves: whose (a tensor, or the position of an argument).
+        kind: "array" (an output of the program), "number" (an output, read as a Python number), "same" (a tensor from before the trace,
+            returned itself), "alias" (a new alias of such a tensor), "argument" (the caller's tensor or object), "container" (the
+            caller's container), "part" (a view of an argument), "held" (the value of a Python variable at the start of the call),
+            "again" (an earlier leaf), "computed" (a number that the host computes), "view" (of another leaf), "static" (any other
+            value, as the trace returned it).
+        value: by kind: the tensor or static value; "array": its Kind; "number": its class; "argument": the position; "container":
+            the path; "held": the position in `TraceState.held`; "again": the number of the leaf; "computed": the function that
+            computes it; "part" and "view": the position or number, and the Window.
+        owner: for an array that a call also stores as a gradient, the tensor of this gradient, or its position as an argument.
     """
 
     kind: str
@@ -48,19 +49,19 @@ class Leaf:
 
 @dataclass
 class Results:
-    """Takes the results of a trace apart.
+    """Classifies the leaves of a trace's results.
 
     Attributes:
-        containers: by id of a container or object that stands for an argument's, its path (see `ArgumentContainers`).
-        owned: position of an argument by the id of the tensor or object that stands for it in the trace.
-        arguments: position by buffer, of the arguments that are tensors.
-        known: ids of the tensors in reach.
-        state: their buffers.
-        is_stacked: a call's arguments and results are stacks of the trace's.
-        is_newborn: whether a buffer was made in the trace.
-        stand_ins: by id of a tuple that the trace read and whose numbers are inputs: the tuple, and what gives that of a call.
-        leaves: what was found, one per leaf of the result, then roots that several results show.
-        returned: for each output the tensor that it is the value of, or None.
+        containers: by id of the trace's copy of a container or object, the path of the caller's (see `ArgumentContainers`).
+        owned: by id of the trace's placeholder of a tensor or object argument, the position of the argument.
+        arguments: by buffer of a tensor argument, its position.
+        known: ids of the tensors that the function can reach.
+        state: buffers of these tensors.
+        is_stacked: the arguments and results of a call are stacks of those of the trace.
+        is_newborn: whether the trace created a buffer.
+        stand_ins: by id of a tuple that the trace read and whose numbers are inputs: the tuple, and a function that returns a call's.
+        leaves: one per leaf of the results, followed by the whole storages that several results view.
+        returned: for each output the tensor that has its value in the trace, or None.
     """
 
     containers: dict[int, tuple[Any, ...]]
@@ -75,10 +76,10 @@ class Results:
     returned: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
     def outputs(self, flat: Sequence[Any]) -> list[Any]:
-        """The traced values that leave the program for these leaves, in the order of `leaves`.
+        """Fill `leaves` and `returned`, and return the traced output values of the program, in the order of `leaves`.
 
         Raises:
-            TraceError: a result is a tensor elsewhere, or a generator.
+            TraceError: a result is a tensor on another device, or a generator.
         """
         arrays: list[Any] = []
         shared = self._roots(flat)
@@ -124,13 +125,13 @@ class Results:
             evaluate, kind = value.node.evaluate, value.node.kind
             return Leaf("number", kind) if evaluate is None else Leaf("computed", lambda: evaluate() if kind is float else kind(evaluate()))
         if isinstance(value, torch.Tensor):
-            raise _elsewhere(value)
+            raise _on_other_device(value)
         if isinstance(value, RUNNING):
             raise _running(f"the compiled function returns a {type(value).__name__}")
         return Leaf("static", value)
 
     def _roots(self, flat: Sequence[Any]) -> list[Buffer]:
-        """The storages made in the trace that leave it whole, since results show them."""
+        """The new storages that become outputs as a whole, because results are views of them (see `leaves_whole`)."""
         groups: dict[Buffer, dict[int, torch.Tensor]] = {}
         for value in flat if not self.is_stacked else ():
             if is_device_tensor(value) and id(value) not in self.owned and self.is_newborn(buffer_of(value)):
@@ -139,13 +140,13 @@ class Results:
 
 
 def is_shown_otherwise(tensor: torch.Tensor, leaves: Sequence[Leaf]) -> bool:
-    """Whether a leaf shows the tensor's memory and is not the tensor itself."""
+    """Whether a leaf is another tensor on the storage of `tensor`."""
     shown = [leaf.value for leaf in leaves if leaf.kind in ("same", "alias")]
     return any(other is not tensor and is_device_tensor(other) and buffer_of(other) is buffer_of(tensor) for other in shown)
 
 
 def show_held(leaves: Sequence[Leaf], held: Sequence[ReplacedState]) -> None:
-    """Leaves that are what a place held become what it holds in each call."""
+    """Turn each leaf that is the value of a variable in `held` into a "held" leaf: each call returns the current value of the variable."""
     position = {id(h.value): i for i, h in enumerate(held)}
     for leaf in leaves:
         if leaf.kind in ("same", "static") and id(leaf.value) in position and not isinstance(leaf.value, PLAIN):
@@ -155,11 +156,14 @@ def show_held(leaves: Sequence[Leaf], held: Sequence[ReplacedState]) -> None:
 def made(
     leaves: Sequence[Leaf], outputs: Sequence[Any], arguments: Sequence[Any], given: tuple[Any, Any, Any], held: Sequence[Any]
 ) -> list[Any]:
-    """The leaves of a call's result, from the program's outputs and the caller's arguments.
+    """The values of the leaves in a call.
 
     Args:
+        leaves: the leaves of the trace.
+        outputs: the program's outputs.
+        arguments: the leaves of the call's arguments.
         given: see `of_caller`.
-        held: what the places of `TraceState.held` held when the call began.
+        held: the values of the variables in `TraceState.held` at the start of the call.
     """
     values = iter(outputs)
     flat: list[Any] = []
@@ -171,7 +175,7 @@ def made(
             else:
                 flat.append(wrap(value) if kind is PLAIN_KIND else kind.made_of(wrap(value)))
         elif leaf.kind == "number":
-            number = fetched(next(values))  # a row of them for each step of `steps_per_call`
+            number = fetched(next(values))  # one per step with `steps_per_call`
             flat.append(leaf.value(number.item()) if number.ndim == 0 else list(map(leaf.value, number.tolist())))
         elif leaf.kind == "argument":
             flat.append(arguments[leaf.value])
@@ -189,7 +193,7 @@ def made(
         else:
             flat.append(None if leaf.kind in ("again", "view") else leaf.value)
     taken: set[int] = set()
-    for index, leaf in enumerate(leaves):  # what shows another leaf, now that all are there
+    for index, leaf in enumerate(leaves):  # second pass: leaves that refer to other leaves
         if leaf.kind == "view":
             number, window = leaf.value
             root = flat[number]
@@ -202,7 +206,7 @@ def made(
 
 
 def note_gradients(leaves: Sequence[Leaf], returned: Sequence[torch.Tensor | None], owners: Mapping[int, Any]) -> None:
-    """Results that are gradients, which calls keep, are these. `owners`: by id of a gradient of the trace, whose it is."""
+    """Set `owner` of each leaf that is also a gradient that calls keep. `owners`: by id of a gradient of the trace, its tensor."""
     for leaf, tensor in zip((leaf for leaf in leaves if leaf.kind in ("array", "number")), returned, strict=True):
         leaf.owner = owners.get(id(tensor))
 
@@ -212,7 +216,12 @@ def _grad_of(owner: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
 
 
 def require_function(fn: Any) -> None:
-    """Raise TraceError if a call of `fn` would only begin: it is a generator function or a coroutine function; TypeError if none can be."""
+    """Check that a call of `fn` runs its body to the end.
+
+    Raises:
+        TraceError: `fn` is a generator function or a coroutine function.
+        TypeError: `fn` is not callable.
+    """
     if not callable(fn):
         raise TypeError(message(f"compile takes a function, got {fn!r}", fix="spmd.compile(lambda x: model(x))"))
     while isinstance(fn, functools.partial):
@@ -233,16 +242,16 @@ def _running(what: str) -> TraceError:
         message(
             what,
             "a compiled program runs from beginning to end; Python code between two yields would run only once, in the trace",
-            fix="return a list of tensors, or compile the function that makes one of them",
+            fix="return a list of tensors, or compile a function that computes one of them",
         )
     )
 
 
-def _elsewhere(tensor: torch.Tensor) -> TraceError:
+def _on_other_device(tensor: torch.Tensor) -> TraceError:
     return TraceError(
         message(
             f"the compiled function returns a tensor on {tensor.device}, of shape {tuple(tensor.shape)}, or leaves it on an object",
-            "its value would always be that of the trace",
-            fix="make it on device 'jax'; a random state for the backward pass belongs on `ctx`, not on a module",
+            "every call would return the value of the trace",
+            fix="create it on device 'jax'; keep a random state for the backward pass on `ctx`, not on a module",
         )
     )

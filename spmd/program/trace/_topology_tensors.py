@@ -1,7 +1,7 @@
-"""Programs for chips that are not here: which tensors a trace must take as shapes because there is no array to read.
+"""Tensors on a topology without local devices, which a trace takes as shapes because they have no array.
 
-Marked over a mesh of a topology, a tensor is not uploaded; the trace then gets a tracer for it among its inputs instead of an
-array that jax would note as a constant, and `Program` lowers with its shape, dtype and sharding.
+A tensor that is marked over the mesh of a topology is not uploaded. Instead of an array that jax would note as a constant, the trace gets
+a tracer for it among its inputs, and `Program` lowers with its shape, dtype and sharding.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from spmd.device._storage import Buffer
 
 
 def on_topology(buffer: Buffer) -> bool:
-    """Whether it is marked over a mesh of chips that are not here."""
+    """Whether a buffer is marked over the mesh of a topology."""
     return buffer.annotation is not None and buffer.annotation.mesh.topology is not None
 
 
 def waiting_for_topology(buffers: list[Buffer]) -> dict[Buffer, jax.ShapeDtypeStruct]:
-    """For a program that is compiled and not run: the buffers that have no array, each with its shape and dtype.
+    """The buffers without an array, each with its stored shape and dtype, for a program that is compiled and not run.
 
-    Empty if no buffer lies on a topology: then every value gets an array when the trace reads it.
+    Empty if no buffer is on a topology: then every buffer gets an array when the trace reads it.
     """
     if not any(map(on_topology, buffers)):
         return {}

@@ -1,6 +1,6 @@
-"""The body of one trace, which jax calls: tracers are put into buffers, the user's function runs, and all is put back.
+"""The body of one trace, which jax calls: it puts tracers into buffers, runs the user's function, and restores all state.
 
-What it refuses to know: how a trace becomes a program (`_capture`).
+It does not know how a trace becomes a program (`_capture`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from spmd.program.trace._trace_settings import TraceSettings
 
 
 class AttributesNeeded(TraceAgain):
-    """Attributes of tensors among the arguments were read or written: trace again, they are part of a call's signature."""
+    """Attributes of tensor arguments were read or written. The next trace has them in the signature of a call."""
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class AttributesNeeded(TraceAgain):
 
 
 class CountsNeeded(TraceAgain):
-    """An integer that the host knows was needed as a size: trace again, each of them a Python int where it is read."""
+    """An integer that the host knows was needed as a size. In the next trace each such integer is a Python int when it is read."""
 
     def other_settings(self, settings: TraceSettings) -> TraceSettings:
         return replace(settings, has_counts=True)
@@ -69,10 +69,12 @@ class CountsNeeded(TraceAgain):
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Attributes:
-    keep_grads: gradients left on leaf tensors become outputs of the program.
-    debug_nans: the program also says for each module that ran whether its outputs are finite.
-    platform: that it is likely made for.
+    """Options of one trace.
+
+    Attributes:
+        keep_grads: gradients left on leaf tensors become outputs of the program.
+        debug_nans: for each module that runs, the program also outputs whether its outputs are finite.
+        platform: the platform that the program is likely compiled for.
     """
 
     keep_grads: bool
@@ -82,13 +84,13 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class TorchState:
-    """What of torch's state a trace changes, each as a context that puts it back.
+    """The torch state that a trace changes, each kind as a context that restores it.
 
     Attributes:
-        optim: optimizers' state.
-        gradients: of leaf tensors.
-        flags: their `requires_grad`.
-        memory: storages of tensors.
+        optim: state of the optimizers.
+        gradients: `.grad` of leaf tensors.
+        flags: `requires_grad` of leaf tensors.
+        memory: storages of tensors, which `.data = new` replaces.
         counters: step counters of optimizers that are read as one. See Note [Equal counters].
     """
 
@@ -101,14 +103,14 @@ class TorchState:
 
 @dataclass
 class FunctionLeft:
-    """What the function returned and wrote to Python's objects.
+    """The function's results, and its writes to Python objects.
 
     Attributes:
         leaves, nodes, refs: see `TraceOutputs`.
         returned: see `Results`.
         effects, actions: see `PythonWrites`.
-        arrays: values of the program, until they have left the trace.
-        num_outputs: how many these are, with flags.
+        arrays: the program's traced output values; empty after the trace.
+        num_outputs: the number of outputs, including flags.
     """
 
     leaves: list[Leaf]
@@ -131,19 +133,25 @@ _PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     printing_refused_by_name,
     called_directly,
 )
-"""What of torch is replaced while a function is traced, outermost first."""
+"""The patches of torch during a trace, outermost first."""
 
 
 @dataclass
 class Trace:
-    """One trace, and what it finds.
+    """One trace and its records.
 
     Attributes:
-        fn, arguments, found, settings, options: what is traced, with what, what it can reach, and how.
-        torch_state, numbers, known: what it changes of torch, and inputs of the host's.
-        recorder, reads: what it did to buffers, and to Python; set when it runs, as is `left`.
-        draws: random numbers that it took.
-        places: of Python values that it read.
+        fn, arguments: the function, and the placeholders of its arguments.
+        found: the modules, tensors and optimizers that it can reach.
+        settings, options: how it is traced.
+        torch_state: the torch state that it may change.
+        numbers: Python numbers that are inputs.
+        known: inputs whose values the host knows; None for stacked arguments.
+        recorder: record of the buffers that it uses. Set by `run`.
+        reads: record of the Python values that it reads and writes. Set by `run`.
+        left: its results and writes. Set by `run`.
+        draws: number of draws from the random stream.
+        places: places of the Python values that it read. Set by `guards`.
     """
 
     fn: Callable[..., Any]
@@ -161,7 +169,18 @@ class Trace:
     places: list[Place] = field(default_factory=list[Place])
 
     def run(self, buffers: list[Buffer], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
-        """Called by jax: install tracers, run the user's function, collect outputs, put everything back."""
+        """Install tracers, run the user's function, collect outputs, and restore all state. jax calls this.
+
+        Args:
+            buffers: those of `shapes`, followed by those of the device tensors among the arguments.
+            shapes: tracers of the buffers without an array (see `waiting_for_topology`).
+            values: tracers of the device tensors, then of the CPU tensors among the arguments.
+            vector: tracer of the numbers that are inputs.
+            words: tracer of the random state.
+
+        Returns:
+            Outputs, new values of the written buffers, and gradients and optimizer state that are kept.
+        """
         values, gradients, optim = [*shapes, *values], self.torch_state.gradients, self.torch_state.optim
         inputs = dict(zip(map(identity_of, self.arguments.hosts), values[len(buffers) :], strict=True))
         recorder = self.recorder = self._recorder(words, inputs, values[len(shapes) : len(buffers)])
@@ -217,15 +236,15 @@ class Trace:
             gradients.drop()
 
     def _require_this_way(self, recorder: TraceRecorder, reads: Recording) -> None:
-        """The trace met nothing for which it must be made with other settings."""
+        """Raise TraceAgain if the trace must be repeated with other settings."""
         if not (names := reads.attribute_names(self.arguments.containers.tensors)) <= self.settings.attributes:
             raise AttributesNeeded(names)
         require_known_state(recorder, self.found)
 
     def _raise_meant(self, error: Exception, recorder: TraceRecorder) -> None:
-        """Raise what an exception of the function means: another trace where a number should be Python's own, or an error of ours.
+        """Translate an exception of the function: raise TraceAgain if a number should be a Python number, or an error with a fix.
 
-        No name is bound to an exception: it would hold its frame, and the frame what the function had.
+        No exception is bound to a name: it would keep its frame alive, and the frame the values of the function.
         """
         text = str(error)
         if isinstance(error, TraceError) and recorder.knows_counts():
@@ -239,13 +258,13 @@ class Trace:
             if names_number:
                 raise needs_value("number (for a method)", line_of(error)) from error
             return
-        # an object whose `__index__` gives a varying number; a slice; a size, which C++ takes for no argument at all
+        # an object whose `__index__` returns a varying number; a slice; a size, which C++ reports as a missing argument
         is_index = any(words in text for words in ("only integers, slices", "slice indices must be integers", "positional argument but"))
         if "Varying" in text or ((names_number or is_index) and self.numbers.has_varying):
             raise NumbersNeeded from error
         if recorder.knows_counts():
             raise CountsNeeded from error
-        if names_number or "slice indices must be integers" in text:  # a place where Python takes nothing but its own numbers
+        if names_number or "slice indices must be integers" in text:  # Python accepts only its own numbers here
             raise needs_value("number (index, range, format)", line_of(error)) from error
 
     def _recorder(self, words: Any, inputs: dict[Any, Any], arguments: list[Any]) -> TraceRecorder:
@@ -256,7 +275,8 @@ class Trace:
         return TraceRecorder(words, inputs, draws, counters, platform=platform, known=self.known, has_counts=counts)
 
     def _known_to_reads(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
-        """Names of the modules, the dicts they hold, and what the trace may change as it likes: copies of arguments, optimizers' state."""
+        """What the recording must know: names of modules, by id; the module of each dict of a module, by id of the dict; and ids of objects
+        whose reads and writes are not recorded (copies of arguments, optimizer state)."""
         modules = list(self.found.all_modules())
         names = {id(module): name for name, module in modules}
         kinds = ("_parameters", "_buffers", "_modules")
@@ -267,7 +287,7 @@ class Trace:
         return names, owners, ignored | self.arguments.containers.ids | replaced_counts(modules)
 
     def _left(self, result: Any, effects: list[Effect]) -> FunctionLeft:
-        """What the function returned and wrote, taken apart."""
+        """The function's results and written values, taken apart and classified."""
         arguments, recorder = self.arguments, self.recorder
         flat, nodes, refs = self._taken_apart(result, effects)
         for value in flat:
@@ -289,7 +309,7 @@ class Trace:
         return FunctionLeft(results.leaves, nodes, refs, results.returned, effects, arrays)
 
     def _taken_apart(self, result: Any, effects: list[Effect]) -> tuple[list[Any], list[Node], list[int]]:
-        """The leaves of the result, of what was written and of what the objects among the arguments hold, and how they make these."""
+        """The leaves, nodes and refs of the result, of the written values, and of the contents of the objects among the arguments."""
         taken = OutputTree(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value))
         refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in effects)]
         contents = list(map(contents_of, self.arguments.objects))
@@ -300,12 +320,12 @@ class Trace:
         return taken.leaves, *taken.ordered(refs)
 
     def slots(self) -> dict[Buffer, torch.Tensor]:
-        """The gradients that a call takes from their leaves."""
+        """The gradients that each call takes from the leaf tensors, by the gradient's buffer in the trace."""
         fixed = {*map(buffer_of, self.found.device_tensors()), *self.arguments.buffers}
         return self.torch_state.gradients.slots(self.recorder.touched.__contains__, fixed)
 
     def guards(self, held: Sequence[ReplacedState]) -> Guards:
-        """Everything the trace baked in."""
+        """Guards on everything that the trace assumed, in the order of evaluation."""
         recorder = self.recorder
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]

@@ -1,4 +1,4 @@
-"""Settings of a trace that a first trace cannot know. A trace that meets something for which they must differ is thrown away."""
+"""Settings of a trace that only an earlier trace can find. A trace that needs other settings is discarded and repeated."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Settings of one trace. `TraceAgain.other_settings` gives those of the next.
+    """Settings of one trace. `TraceAgain.other_settings` returns those of the next trace.
 
     Attributes:
-        attributes: names of attributes that the function reads or writes of tensors among its arguments: part of a call's signature.
-        holders: classes of arguments that are containers even while they hold no tensor.
-        has_constant_numbers: no Python number is an input: one was needed where only its value will do.
-        has_counts: integers that the host knows are Python's own where they are read: one was needed as a size, or for a `range`.
-        fixes_indices: what is read of a tensor at a number that varies is written to, so the number is a constant.
-        has_own_context: the function runs in a copy of the context: it sets a context variable that had no value, and none can be unset.
+        attributes: names of attributes of tensor arguments that the function reads or writes. They are part of a call's signature.
+        holders: classes whose instances among the arguments count as containers even if they have no tensor attribute.
+        has_constant_numbers: no Python number is an input, because one was used where Python needs its value.
+        has_counts: integers that the host knows become Python ints when they are read, because one was needed as a size or for a `range`.
+        fixes_indices: numbers that index a tensor are constants, because the function writes to an element that it read at one.
+        has_own_context: the function runs in a copy of the `contextvars` context, because it sets a variable that had no value, and
+            a variable cannot be unset.
         share_counters: equal step counters of an optimizer are read as one. See Note [Equal counters].
         unmarked: ids of the leaf tensors to whose missing gradient the function may add (see `Gradients`).
-        unreached: modules and optimizers that a trace met and `reachable` does not find.
-        as_objects: optimizers that are objects like any other: they do not step in the function, which uses their state, or they put
-            new tensors into it.
-        unprepared: optimizers whose state the function looks at before their first step: it is made in that step, and not before.
+        unreached: modules and optimizers that ran in a trace and that `reachable` does not find.
+        as_objects: optimizers that are traced as ordinary objects, because the function uses their state without a step, or because
+            they put new tensors into it.
+        unprepared: optimizers whose state is created in their first step, and not prepared, because the function reads it before.
     """
 
     attributes: frozenset[str] = frozenset()
@@ -38,5 +39,5 @@ class TraceSettings:
     unprepared: tuple[Any, ...] = ()
 
     def of_step(self) -> TraceSettings:
-        """What of it holds for the step's later traces too."""
+        """The settings that later traces of the step start with."""
         return replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=())

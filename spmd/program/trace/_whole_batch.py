@@ -1,4 +1,4 @@
-"""A training step whose batch nobody split: every device computes all of it."""
+"""Warns about a training step whose batch is not sharded, so that every device computes all of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from spmd.sharding._axes import batch_axes
 
 
 def whole_batch(name: str, mesh: Mesh | None, captured: Captured, buffers: Sequence[Buffer], hosts: Sequence[torch.Tensor]) -> str | None:
-    """What to say of a step that trains on arguments that lie whole on every device of an axis for batches; None if it does not.
+    """The warning for a training step whose arguments are replicated along a batch axis of the mesh; None if they are not.
 
     Args:
-        buffers: of the arguments on the device.
-        hosts: the arguments on the host.
+        name: name of the step.
+        mesh: its mesh, or None.
+        captured: its trace.
+        buffers: buffers of the device tensors among the arguments.
+        hosts: the CPU tensors among the arguments.
     """
     if mesh is None or not captured.writes.stepped:
         return None

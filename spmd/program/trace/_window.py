@@ -1,4 +1,4 @@
-"""What a result of a trace is besides its values, how it shows its storage, and the same of another tensor after a call."""
+"""The class, attributes and view geometry of a result of a trace, and how a call gives them to another tensor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from spmd.device._storage import Buffer
 from spmd.device._views import contiguous_stride
 from spmd.program.find._static import attributes_of
 
-_MARKED = 1 << 24  # elements of a storage up to which overlapping windows are told by marking what each shows
+_MAX_MARKED = 1 << 24  # elements of a storage up to which overlaps of views are found by marking the elements of each
 
 
 class Kind(NamedTuple):
-    """What a tensor is besides its values.
+    """Class and attributes of a tensor.
 
     Attributes:
         cls: its class.
-        requires_grad: it is a leaf that requires a gradient; what a program computed from others has no graph.
-        attributes: those that Python code gave it.
+        requires_grad: it is a leaf that requires a gradient. A computed result has no graph after a call.
+        attributes: its Python attributes.
     """
 
     cls: type
@@ -40,11 +40,11 @@ class Kind(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a new tensor is of this kind."""
+        """Whether this is the kind of a new tensor."""
         return self is PLAIN_KIND
 
     def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, which is new, as a tensor of this kind."""
+        """`tensor`, a new tensor, converted to this kind in place where possible."""
         if self.is_plain:
             return tensor
         made = tensor if self.cls is torch.Tensor else tensor.as_subclass(self.cls)
@@ -74,12 +74,12 @@ class Window(NamedTuple):
         return Window(size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), Kind.of(tensor))
 
     def is_base(self, root: torch.Tensor) -> bool:
-        """Whether it shows `root` as it is."""
+        """Whether this is the window of `root` itself."""
         is_plain = self.dtype == root.dtype and not self.is_conj and not self.is_neg and not self.offset
         return is_plain and self.size == tuple(root.shape) and self.stride == root.stride()
 
     def shown(self, root: torch.Tensor) -> torch.Tensor:
-        """A view of `root`, a contiguous tensor without a gradient that shows its whole storage."""
+        """This view of `root`, a contiguous tensor without a gradient that covers its whole storage."""
         if self.dtype != root.dtype:
             root = root.view(-1).view(self.dtype)
         view = root.as_strided(self.size, self.stride, self.offset)
@@ -88,9 +88,9 @@ class Window(NamedTuple):
         return self.kind.made_of(view)
 
     def part_of(self, given: torch.Tensor) -> torch.Tensor:
-        """The same view of `given`, which stands for a contiguous tensor of its shape in the trace.
+        """The same view of `given`, an argument of any strides. In the trace a contiguous tensor of its shape stood in for it.
 
-        Where its strides allow no such view, PyTorch would have copied; so does this.
+        Where the strides of `given` allow no such view, PyTorch would have copied, and so does this.
         """
         with torch.no_grad():
             given = given.detach()
@@ -102,7 +102,10 @@ class Window(NamedTuple):
             return self._replace(stride=strided[0], offset=strided[1]).shown(given)
 
     def through(self, given: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Strides and offset on the storage of `given`, if every step along a dim stays within one dim of it."""
+        """Strides and offset of this view on the storage of `given`; None if no strides describe it.
+
+        They exist if every step along a dim of the view stays within one dim of `given`.
+        """
         shape, strides = _collapsed(tuple(given.shape), given.stride())
         steps = contiguous_stride(shape)
 
@@ -121,7 +124,7 @@ class Window(NamedTuple):
 
 
 def _collapsed(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same elements in the same order with as few dims as possible."""
+    """Shape and strides of the same elements in the same order, with as few dims as possible."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
@@ -134,8 +137,10 @@ def _collapsed(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[
 
 
 def leaves_whole(tensors: Sequence[torch.Tensor], buffer: Buffer) -> bool:
-    """Whether the storage of these results leaves the program whole, for each of them to show: it is no larger than the one
-    result, whose strides are not those of a new tensor, or two of them show one element."""
+    """Whether the whole storage of these results becomes one output of the program, of which each result is a view.
+
+    This is so for a single result that is not contiguous and is no smaller than its storage, and for several results that overlap.
+    """
     count, dtype = math.prod(buffer.shape), to_torch_dtype(buffer.dtype)
     if len(tensors) == 1:
         (tensor,) = tensors
@@ -146,7 +151,7 @@ def leaves_whole(tensors: Sequence[torch.Tensor], buffer: Buffer) -> bool:
     spans = sorted((o := int(t.storage_offset()), o + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) for t in tensors)
     if all(end < start for (_, end), (start, _) in pairwise(spans)):
         return False
-    if count > _MARKED:
+    if count > _MAX_MARKED:
         return True
     marks = np.zeros(count, bool)
     for t in tensors:
