@@ -129,7 +129,7 @@ def test_an_optimizer_made_anew_by_each_trace_is_refused() -> None:
         device(x).square().mean().backward()
         copy.copy(optimizer).step()
 
-    with pytest.raises(spmd.TraceError, match="makes its own SGD"):
+    with pytest.raises(spmd.TraceError, match="creates its own SGD"):
         spmd.compile(step)(batch(4, 8).to("jax"))
 
 

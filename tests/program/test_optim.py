@@ -451,7 +451,7 @@ def test_an_optimizer_made_inside_is_refused() -> None:
     def step(x: torch.Tensor) -> None:
         train(device, optim.SGD(device.parameters(), lr=0.1), x, x)
 
-    with pytest.raises(spmd.TraceError, match="the compiled function makes its own SGD"):
+    with pytest.raises(spmd.TraceError, match="the compiled function creates its own SGD"):
         step(batch(8, 8).to("jax"))
 
 

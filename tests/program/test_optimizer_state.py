@@ -289,7 +289,7 @@ class BornUnderAName(_Base):
 
 @pytest.mark.parametrize(("make", "place"), [(BornBeside, r"self\.state\['mean'\]"), (BornUnderAName, r"self\.state\['all'\]\['mean'\]")])
 def test_a_tensor_of_the_state_that_no_parameter_owns_is_refused_where_it_is_made_inside(make: Callable[..., Any], place: str) -> None:
-    with pytest.raises(spmd.TraceError, match=rf"(?s){place}.*fix: make it before the first step"):
+    with pytest.raises(spmd.TraceError, match=rf"(?s){place}.*fix: create it before the first step"):
         _run(make, {}, "jax", 1)
 
 

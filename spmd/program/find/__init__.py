@@ -1,1 +1,1 @@
-"""What a function can reach: modules, optimizers, Python values, objects that hold tensors."""
+"""Finds the modules, optimizers, tensors and objects that a function can reach."""

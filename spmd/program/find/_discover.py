@@ -1,8 +1,8 @@
-"""Finds what a function can reach: its closure, the globals it names, its `self`, its arguments, and what these hold.
+"""Finds the modules, optimizers and tensors that a function can reach through its closure, globals, `self` and arguments.
 
-Modules are found for their names, optimizers because their numbers and state must be prepared before the trace, leaf tensors for
-their gradients. Of an object only the attributes that some function in reach names count. What is missed here is met while tracing
-(`trace._module_calls`); what Python values a trace depends on is not looked for but recorded (`reads`).
+Modules are found for their names, optimizers to prepare their numbers and state before the trace, and leaf tensors for their gradients. Of
+an object, only those attributes are visited that a reachable function names. The trace reports a module or optimizer that is missed here
+(`trace._module_calls`). The Python values that a trace depends on are not searched for: the trace records them (`reads`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _OF_EVERY_MODULE = frozenset(torch.nn.Module().__dict__) - {"training"}
 
 @dataclass
 class Reachable:
-    """What a function can reach.
+    """The modules, optimizers and tensors that a function can reach.
 
     Attributes:
-        modules: root modules with the name they were found under.
-        optimizers: all optimizers but those that are objects like any other.
-        prepared: the optimizers that were prepared for the trace that follows, each with the parameters for which state was created.
-        as_objects: the others. What they hold is found as an object's is.
-        tensors: tensors that no module holds.
-        holders: classes of arguments that are containers even while they hold no tensor.
+        modules: by id, each root module with the name it was found under.
+        optimizers: the optimizers, except `as_objects`.
+        prepared: for each optimizer that was prepared for the next trace, the parameters for which state was created.
+        as_objects: optimizers that are visited as ordinary objects (see `TraceSettings`).
+        tensors: by id, tensors outside of modules.
+        holders: classes whose instances among the arguments count as containers even if they have no tensor attribute.
     """
 
     modules: dict[int, tuple[str, torch.nn.Module]] = field(default_factory=dict[int, tuple[str, torch.nn.Module]])
@@ -47,13 +47,13 @@ class Reachable:
         default_factory=list[tuple[torch.optim.Optimizer, list[torch.Tensor]]]
     )
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # holds what it saw, so that no id is used twice
+    _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # by id; keeps the objects alive, so that ids are not reused
     _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
     _owners: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
     _classes: dict[type, str] = field(default_factory=dict[type, str])
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
-        """Walk `value`: modules, optimizers, functions, containers, and plain objects a few levels deep."""
+        """Visit `value` and everything in it: modules, optimizers, functions, containers, and objects, at most `_DEPTH` levels deep."""
         if depth > _DEPTH or id(value) in self._seen or isinstance(value, (*PLAIN, types.ModuleType)):
             return
         self._seen[id(value)] = value
@@ -84,12 +84,12 @@ class Reachable:
             self._visit_object(value, name, depth)
 
     def add(self, value: Any) -> None:
-        """Visit what the function turned out to reach."""
+        """Visit a value that a trace has found."""
         self.visit(value)
         self._visit_named()
 
     def add_hooks(self) -> None:
-        """Visit what gradient hooks of the tensors in reach can reach: optimizers that step while backward runs."""
+        """Visit the gradient hooks of the reachable tensors. They may reach optimizers that step during the backward pass."""
         for tensor in self.device_tensors():
             for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
                 for hook in (hooks or {}).values():
@@ -97,26 +97,26 @@ class Reachable:
         self._visit_named()
 
     def leaves(self) -> list[torch.Tensor]:
-        """Tensors that may have a gradient; a frozen parameter's is from before it was frozen."""
+        """Leaf tensors that may have a gradient. A frozen parameter may have one from before it was frozen."""
         return [
             t for t in self.device_tensors() if t.is_leaf and (t.requires_grad or t.grad is not None or isinstance(t, torch.nn.Parameter))
         ]
 
     def device_tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers and other tensors in reach that are on device 'jax'."""
+        """The reachable parameters, buffers and other tensors on device 'jax'."""
         return [t for _, t in self.named_tensors()]
 
     def optimizer_tensors(self) -> list[torch.Tensor]:
-        """The optimizers' state that is on device 'jax'."""
+        """The state tensors of `optimizers` on device 'jax'."""
         states = (s for o in self.optimizers for s in o.state.values() if isinstance(s, dict))
         return [v for s in states for v in s.values() if is_device_tensor(v)]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor in reach that is on device 'jax', once, with a name for messages."""
+        """Each reachable tensor on device 'jax', once, with a name for messages."""
         yield from ((name, t) for name, t in self._named() if t.device.type == "jax")
 
     def cpu_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Each tensor in reach that is on the CPU, with a name for messages."""
+        """Each reachable tensor on the CPU, once, with a name for messages."""
         return [(name, t) for name, t in self._named() if t.device.type == "cpu"]
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,7 +126,7 @@ class Reachable:
         yield from {id(t): (name, t) for name, t in reversed(named) if t is not None and not is_lazy(t)}.values()
 
     def all_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Every module under the roots, once, with its qualified name; none of TorchScript's, whose state is no Python's."""
+        """Every module under the roots, once, with its qualified name. TorchScript modules are left out: their state is not in Python."""
         seen: set[int] = set()
         for root_name, root in self.modules.values():
             for name, module in root.named_modules():
@@ -158,7 +158,10 @@ class Reachable:
                 self._classes.setdefault(base, name)
 
     def _visit_named(self) -> None:
-        """The attributes of objects, and the methods of classes in reach, that a function in reach names; these name others."""
+        """Visit those attributes of reachable objects and methods of reachable classes that a reachable function names.
+
+        These name others, so this repeats until nothing new is found.
+        """
         before = -1
         while before != len(self._seen):
             before = len(self._seen)
@@ -182,7 +185,7 @@ class Reachable:
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             try:
                 self.visit(cell.cell_contents, name, depth + 1)
-            except ValueError:  # an empty cell: the name is bound later
+            except ValueError:  # an empty cell: its variable is not assigned yet
                 continue
         found = [name for name in dict.fromkeys(_globals_in(fn.__code__)) if name in fn.__globals__]
         for name in found:
@@ -199,7 +202,7 @@ def reachable(
     holders: frozenset[type] = frozenset(),
     as_objects: tuple[torch.optim.Optimizer, ...] = (),
 ) -> Reachable:
-    """Everything `fn(*args, **kwargs)` can name."""
+    """The modules, optimizers and tensors that `fn(*args, **kwargs)` can reach. See `Reachable` for `holders` and `as_objects`."""
     found = Reachable(holders=holders, as_objects=as_objects)
     found.visit(fn if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)) else fn.__call__, "fn")
     names = fn.__code__.co_varnames if isinstance(fn, types.FunctionType) else ()
@@ -211,14 +214,16 @@ def reachable(
     return found
 
 
-_GLOBAL_LOADS = {dis.opmap["LOAD_NAME"]: 0, dis.opmap["LOAD_GLOBAL"]: 1}  # bits of the argument below the name's number
+_GLOBAL_LOADS = {dis.opmap["LOAD_NAME"]: 0, dis.opmap["LOAD_GLOBAL"]: 1}  # by opcode: flag bits of the argument below the name's index
 
 
 def _globals_in(code: types.CodeType) -> list[str]:
-    """Names that the code, or a function defined inside it, looks up as globals: not the attribute of `optimizer.step()`,
-    or a loop variable `step` of the script would be taken for state of its function."""
+    """Names that the code, or a function defined inside it, looks up as globals.
+
+    Attribute names are left out: for `optimizer.step()`, a loop variable `step` of the script would count as state of its function.
+    """
     names, higher = list[str](), 0
-    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):  # `dis` also finds jumps and lines: ten times slower
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):  # ten times faster than `dis`, which also finds jumps and lines
         arg = higher | low
         higher = arg << 8 if op == dis.EXTENDED_ARG else 0
         if op in _GLOBAL_LOADS:

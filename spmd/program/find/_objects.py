@@ -1,10 +1,8 @@
-"""Containers as a trace sees them: torch's pytrees, and objects that hold device tensors, such as a model's cache of keys and values.
+"""Flattens and unflattens the containers of a trace: torch's pytrees, and objects with device tensors, such as a key/value cache.
 
-An object counts as a container of its attributes (and of its items, if it is a dict or list of a class of its own), so that the
-tensors in it can enter and leave a program. What the function does to such an argument, every call does to the caller's object.
-An empty cache holds no tensor yet: a trace that puts one into an argument is started again, with that object's class known.
-
-It knows nothing of programs: it takes values apart and puts them together.
+An object is a container of its attributes (and of its items, if its class derives from dict or list), so its tensors can be inputs and
+outputs of a program. Every call repeats the function's writes to such an argument on the caller's object. An empty cache has no tensor yet,
+and so is not a container. If a trace puts a tensor into such an argument, it is repeated with the object's class as a container class.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ ITEMS = "items of the container itself"
 
 
 class Compiled:
-    """Base of what `spmd.compile` returns. An object with a compiled method is the state of a program, which finds it by name."""
+    """Base class of compiled functions. An object with a compiled method is not a container: it is state, which the program finds by name."""
 
 
 class NewContainerTypes(TraceAgain):
-    """The function put tensors into arguments that held none: trace again, with their `classes` taken for containers."""
+    """The function put tensors into arguments that had none. In the next trace objects of these `classes` are containers."""
 
     def __init__(self, classes: frozenset[type]) -> None:
         super().__init__()
@@ -47,11 +45,11 @@ class NewContainerTypes(TraceAgain):
 
 
 class Part(NamedTuple):
-    """A pytree, some of whose leaves are objects.
+    """The structure of a pytree in which some leaves are objects.
 
     Attributes:
-        spec: the pytree.
-        objects: for each of its leaves the number of the object that it is, None for other leaves.
+        spec: the pytree's structure.
+        objects: for each leaf, the number of the object, or None for other leaves.
     """
 
     spec: Any
@@ -59,14 +57,14 @@ class Part(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """How leaves make a value: a pytree, and the classes and contents of the objects in it, each once, by number."""
+    """The structure of a value: its pytree, and by number the class and the structure of the contents of each object in it."""
 
     root: Part
     objects: tuple[tuple[type, Part], ...]
 
 
 class Flat(NamedTuple):
-    """A value taken apart."""
+    """A flattened value: its leaves, its structure, and the objects in it, by number."""
 
     leaves: list[Any]
     tree: Tree
@@ -74,9 +72,12 @@ class Flat(NamedTuple):
 
 
 def flatten(value: Any, known: Sequence[Any] = (), classes: Collection[type] = frozenset()) -> Flat:
-    """Take `value` apart, and the objects `known`, which get the first numbers whether or not they occur in it.
+    """Flatten a value into leaves: tensors, and all values that are not containers.
 
-    Leaves are tensors and whatever is no container. An object that holds no device tensor is a leaf, unless it is of one of `classes`.
+    Args:
+        value: the value.
+        known: objects that are flattened too and get the first numbers, whether or not they occur in `value`.
+        classes: classes whose instances are containers even if they have no device tensor.
     """
     return _taken_apart(value, known, lambda leaf: type(leaf) in classes or is_holder(leaf))
 
@@ -100,13 +101,22 @@ def _taken_apart(value: Any, known: Sequence[Any], is_container: Callable[[Any],
 
     root = part_of(value)
     parts: list[tuple[type, Part]] = []
-    for instance in objects:  # grows while it is walked: an object's contents may hold others
+    for instance in objects:  # the list grows during the loop: the contents of an object may contain others
         parts.append((type(instance), part_of(contents_of(instance))))
     return Flat(leaves, Tree(root, tuple(parts)), objects)
 
 
 def unflatten(leaves: Sequence[Any], tree: Tree, objects: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-    """The value that `leaves` make, and the objects in it by number. `objects`: the first of them, to be given new contents."""
+    """Build a value of the structure `tree` from `leaves`.
+
+    Args:
+        leaves: the leaves.
+        tree: the structure.
+        objects: existing objects, which get new contents in place of new objects with the first numbers.
+
+    Returns:
+        The value, and the objects in it, by number.
+    """
     made = [objects[i] if i < len(objects) else _blank(cls) for i, (cls, _) in enumerate(tree.objects)]
     remaining = iter(leaves)
 
@@ -120,14 +130,18 @@ def unflatten(leaves: Sequence[Any], tree: Tree, objects: Sequence[Any] = ()) ->
 
 
 class EmptyContainers:
-    """The arguments that hold no tensor, as they are before a trace."""
+    """A snapshot of the objects among the arguments that are not containers yet."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._objects = [leaf for leaf in leaves if _may_hold(leaf)]
         self._before = _taken_apart(None, self._objects, _may_hold)
 
     def require_empty(self) -> None:
-        """If they hold tensors now, make them what they were, and raise NewContainerTypes."""
+        """Check after a trace that they still have no tensors.
+
+        Raises:
+            NewContainerTypes: they have. Their contents are restored first.
+        """
         now = _taken_apart(None, self._objects, _may_hold).objects if self._objects else []
         classes = frozenset(type(o) for o in now if is_holder(o))
         if classes:
@@ -136,11 +150,11 @@ class EmptyContainers:
 
 
 def is_holder(value: Any) -> bool:
-    """Whether `value` is an object that holds a device tensor, and no module or optimizer, whose state a program finds by itself."""
+    """Whether `value` is an object with a device tensor in it, and without a module or optimizer, whose state the program finds itself."""
     if not _may_hold(value):
         return False
     held: list[bool] = []
-    _look(value, _DEPTH, held, set())
+    _find_tensors(value, _DEPTH, held, set())
     return bool(held) and all(held)
 
 
@@ -149,13 +163,13 @@ def _may_hold(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether `value` is an object of a class that is no library's, and no module, optimizer or state of a program."""
+    """Whether `value` is an object of a user's class, and not a module, an optimizer or an object with a compiled method."""
     if isinstance(value, (*PLAIN, *_NOT_HOLDERS)) or is_library(type(value).__module__):
         return False
     return not any(isinstance(a, Compiled) for cls in type(value).__mro__ for a in vars(cls).values())
 
 
-def _look(value: Any, depth: int, held: list[bool], seen: set[int]) -> None:
+def _find_tensors(value: Any, depth: int, held: list[bool], seen: set[int]) -> None:
     """Add True to `held` for a device tensor and False for a module or optimizer within `value`."""
     if isinstance(value, PLAIN) or depth < 0 or id(value) in seen:
         return
@@ -171,7 +185,7 @@ def _look(value: Any, depth: int, held: list[bool], seen: set[int]) -> None:
             inside = pytree.tree_leaves(part)
             for leaf in inside:
                 if leaf is not value:
-                    _look(leaf, depth - 1, held, seen)
+                    _find_tensors(leaf, depth - 1, held, seen)
 
 
 def _blank(cls: Any) -> Any:
@@ -179,7 +193,7 @@ def _blank(cls: Any) -> Any:
 
 
 def contents_of(instance: Any) -> dict[str, Any]:
-    """The attributes of an object, and under `ITEMS` its items."""
+    """The attributes of an object, and its items under the key `ITEMS` if it is a dict or list."""
     contents = dict(attributes_of(instance) or {})
     if isinstance(instance, dict):
         contents[ITEMS] = dict(instance)
@@ -189,7 +203,7 @@ def contents_of(instance: Any) -> dict[str, Any]:
 
 
 def fill(instance: Any, contents: dict[str, Any]) -> None:
-    """Give an object these contents."""
+    """Replace the contents of an object. `contents`: see `contents_of`."""
     items = contents.pop(ITEMS, None)
     attributes = attributes_of(instance)
     assert attributes is not None
@@ -198,7 +212,7 @@ def fill(instance: Any, contents: dict[str, Any]) -> None:
     if isinstance(instance, dict):
         base: Any = OrderedDict if isinstance(instance, OrderedDict) else dict
         base.clear(instance)
-        for key, value in items.items():  # past what the class does when an item is set: transformers' outputs forbid it
+        for key, value in items.items():  # without the class's own `__setitem__`, which transformers' outputs forbid
             base.__setitem__(instance, key, value)
     elif isinstance(instance, list):
         list.__setitem__(instance, slice(None), items)

@@ -1,4 +1,4 @@
-"""Looks at objects of a user without running their code: no `__getattr__`, no property."""
+"""Reads attributes of a user's objects without running the user's code: no `__getattr__`, no property."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dict of an object's own attributes; None if it has none."""
+    """The attribute dict of an object; None if it has none."""
     if isinstance(value, threading.local):
-        return vars(value)  # this thread's
+        return vars(value)  # the dict of the current thread
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -23,7 +23,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def slots_of(value: Any) -> dict[Any, Any]:
-    """The slots of an object that are set: their descriptors, with what they hold."""
+    """The values of the slots of an object that are set, by descriptor."""
     found: dict[Any, Any] = {}
     for cls in type(value).__mro__:
         for descriptor in vars(cls).values():
@@ -34,10 +34,10 @@ def slots_of(value: Any) -> dict[Any, Any]:
 
 
 def static_attribute(value: Any, name: str, default: Any = None) -> Any:
-    """The attribute as it is stored, on the object or its class."""
+    """The attribute as it is stored on the object or its class, without descriptors."""
     return inspect.getattr_static(value, name, default)
 
 
 def name_of(function: Any) -> str:
-    """What a function calls itself; the class's name of another callable."""
+    """The `__name__` of a function or class; for another callable, the name of its class."""
     return function.__name__ if isinstance(function, _FUNCTIONS) else type(function).__name__

@@ -1,4 +1,8 @@
-"""Python numbers as inputs of a program: those of optimizers' `param_groups` and state, and those that change from call to call."""
+"""Python numbers as inputs of a program: those in `param_groups` and state of optimizers, and others that change from call to call.
+
+Learning rates, betas and momenta are Python floats that schedulers change between steps. During a trace each is a lifted number
+(`spmd.device._numbers`), an element of a float64 vector that every call fills anew. So a schedule causes no retrace.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +21,24 @@ from spmd.device._numbers import lifted, of_settings
 from spmd.device._storage import once
 from spmd.program.reads import INPUT, NumberPlace, Numbers, Varying, with_inputs
 
-_CAPACITY = 256  # varying numbers, and what is computed from them, that one program may use
+_CAPACITY = 256  # varying numbers, and numbers computed from them, that one program may use
 
 
 class LiftedNumbers:
-    """The floats of some optimizers' `param_groups`, and the numbers in their state, as one vector.
+    """The Python numbers that are inputs of one program, as one float64 vector.
 
-    What optimizers compute of them alone (`1 - beta2`, `1 - lr * weight_decay`) follows, four for each at most: the host's 64-bit
-    floats are Python's, and are computed once for each setting, not in every step (on TPUs by 40 operations of 32-bit floats each).
+    The vector has three sections: the settings (the floats in `param_groups` of the optimizers, and the numbers in their state); numbers
+    that vary; and numbers that optimizers compute from settings alone (`1 - beta2`, `1 - lr * weight_decay`), at most four per setting. The
+    host computes the last ones in float64, as Python does, once per value of a setting. On a TPU each of them would take 40 float32
+    operations in every step.
 
     Attributes:
-        slots: (group or state, key, position in a tuple or None) of each number, in the vector's order.
-        today: the numbers as they were taken last, list[float]; None if one is not there any more.
-        varying: other numbers that change from call to call; what of them the program uses follows in the vector.
-        size: elements of the vector.
-        stand_ins: of a trace, until it is taken apart: by id of each tuple with such numbers, the tuple, and what gives a call's.
+        slots: (group or state, key, position in a tuple or None) of each setting, in the order of the vector.
+        today: the vector as list[float], as read last; None if a number does not exist any more.
+        varying: places of the other numbers that change from call to call.
+        size: number of elements of the vector.
+        stand_ins: from the end of a trace until its results are taken apart: by id of each tuple with such numbers, the tuple, and a
+            function that returns the tuple of a call.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class LiftedNumbers:
                 self.slots.extend(_float_slots(group))
         for optimizer in optimizers:
             states = (s for s in optimizer.state.values() if isinstance(s, dict))
-            held: tuple[dict[Any, Any], ...] = (optimizer.state, *states)  # the first holds numbers as of `self.state["steps"] += 1`
+            held: tuple[dict[Any, Any], ...] = (optimizer.state, *states)  # the first may contain numbers: `self.state["steps"] += 1`
             self.slots.extend((s, key, None) for s in held for key, value in s.items() if type(value) in (int, float))
         self._places = {(id(holder), key) for holder, key, _ in self.slots}
         self.varying = [p for p in varying if (id(p.holder), p.key) not in self._places and type(p.read()) is p.kind]
@@ -60,22 +67,22 @@ class LiftedNumbers:
         self._used = Numbers(self._capacity)
         self._holders, self._keys = [holder for holder, _, _ in self.slots], [key for _, key, _ in self.slots]
         self.stand_ins: dict[int, tuple[Any, Callable[[], Any]]] = {}
-        self._held: list[Any] = []  # what the slots held when `today` was taken
+        self._held: list[Any] = []  # the values in the slots when `today` was read
         self._may_change_unseen = True
         self.today: Any = None
         self.today = self._values()
 
     def _values(self) -> list[float]:
         values = [float(group[key] if position is None else group[key][position]) for group, key, position in self.slots]
-        self.today = values  # varying numbers are computed of these too
+        self.today = values  # varying numbers may be computed from these
         varying = [float(evaluate()) for evaluate in self._used.inputs]
         return [*values, *varying, *[0.0] * (self._capacity - len(varying)), *self._settings.computed(values)]
 
     def refresh(self, arguments: Mapping[int, int | float]) -> None:
-        """Read the numbers of the next call into `today`. It stays the same list while no number has changed.
+        """Read the numbers of the next call into `today`, which stays the same list while no number has changed.
 
         Args:
-            arguments: those among the arguments of a call that begins.
+            arguments: the numbers among the arguments of the call, by position.
         """
         if arguments:
             self._arguments.update(arguments)
@@ -88,14 +95,14 @@ class LiftedNumbers:
             self.today, self._may_change_unseen = None, True
 
     def expected(self, holder: Any, key: Any, value: Any) -> Any:
-        """What the program expects in an entry that holds `value`: the value, with INPUT in place of each number that is an input."""
+        """The value that the program expects in the entry `holder[key]`: `value`, with INPUT in place of each number that is an input."""
         if (id(holder), key) in self._places:
             return INPUT
         return with_inputs(value, self._paths.get((id(holder), key), ()))
 
     @property
     def computed(self) -> list[Callable[[], Any]]:
-        """The functions that compute the inputs which are made of varying numbers and of settings."""
+        """The functions that compute the sections after the settings: numbers that vary, and numbers computed from settings."""
         return [*self._used.inputs, *(partial(self._of_today, key) for key in self._settings.keys)]
 
     def _of_today(self, key: Any) -> float:
@@ -103,15 +110,15 @@ class LiftedNumbers:
 
     @property
     def has_varying(self) -> bool:
-        """Whether other numbers than the optimizers' are inputs."""
+        """Whether numbers other than the optimizers' may be inputs."""
         return self._capacity > 0
 
     def argument(self, index: int) -> Varying:
-        """The number that stands for an argument in the trace."""
+        """The placeholder of the number argument `index` in a trace."""
         return Varying(self._used, lambda: self._arguments[index])
 
     def _as_input(self, vector: Any, key: Any) -> Any:
-        """The element of `vector` for a number that is computed of settings; None if there is no place left."""
+        """The element of `vector` for the number `key`, which is computed from settings; None if the section is full."""
         place = self._settings.place(key)
         if place is None:
             return None
@@ -119,19 +126,24 @@ class LiftedNumbers:
         return once("setting", (vector, position), lambda: vector[position])
 
     def completed(self, settings: Any) -> Any:
-        """The vector (float64[size]) of one with the settings alone (float64[len(slots)]), computed where no host does."""
+        """The traced vector (float64[size]) from the settings alone (float64[len(slots)]), for programs without a host that fills it."""
         if not self.slots:
             return settings
         computed = [of_settings(key, settings) for key in self._settings.keys]
         return jnp.concatenate([settings, jnp.asarray([*computed, *[0.0] * (self._settings.capacity - len(computed))], jnp.float64)])
 
     def have_same_types(self) -> bool:
-        """Whether the varying numbers are ints or floats as when they were traced."""
+        """Whether each varying number has the type, int or float, that it had in the trace."""
         return all(type(place.read()) is place.kind for place in self.varying)
 
     @contextmanager
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
-        """While tracing: every slot holds a lifted number read from `vector` (float64[size])."""
+        """Context for a trace in which each slot and varying place contains a lifted number, an element of `vector` (float64[size]).
+
+        Args:
+            vector: tracer of the vector.
+            on_branch: called for each condition on a number, with its key, a function that evaluates it, and its outcome.
+        """
         kept = [(group, key, group[key]) for group, key, _ in self.slots]
         self._settings.start()
         as_input = partial(self._as_input, vector)
@@ -156,15 +168,15 @@ class LiftedNumbers:
             for place, value in kept_varying:
                 place.place(value)
             self._used.stop()
-            self._may_change_unseen = True  # the trace computes other numbers of the settings
+            self._may_change_unseen = True  # the trace may have added numbers that are computed from settings
 
 
 class _OfSettings:
-    """The numbers that optimizers compute of their settings alone, by the key of each (see `NumberNode`).
+    """The numbers that optimizers compute from settings alone, by their key (see `NumberNode`).
 
     Attributes:
-        capacity: of how many there is room.
-        keys: what they are, in the order of their places.
+        capacity: the maximum number of them.
+        keys: their keys, each with its position in the section.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -173,24 +185,24 @@ class _OfSettings:
         self._alike: list[tuple[Any, Any, list[int]]] | None = None
 
     def start(self) -> None:
-        """A trace begins."""
+        """Begin a trace, without any number."""
         self.keys.clear()
         self._alike = None
 
     def place(self, key: Any) -> int | None:
-        """The place of a number, a new one if it has none; None if there is no room."""
+        """The position of a number, which is added if it is new; None if there is no room for it."""
         if key not in self.keys and len(self.keys) == self.capacity:
             return None
         self._alike = None
         return self.keys.setdefault(key, len(self.keys))
 
     def computed(self, settings: list[float]) -> list[float]:
-        """All of them, and zeros for the room that is left.
+        """The section of the vector: all numbers, followed by zeros.
 
-        Counters of many parameters are equal, and so is what is made of them: it is computed once.
+        The counters of many parameters are equal, so equal computations of equal numbers are done once.
 
         Raises:
-            ArithmeticError, ValueError, TypeError: Python has no such number, or no real one.
+            ArithmeticError, ValueError, TypeError: Python cannot compute a number, or it is not real.
         """
         if self._alike is None:
             by_form: dict[Any, dict[int, list[int]]] = {}
@@ -212,7 +224,7 @@ class _OfSettings:
 
 
 def _form(key: Any, slots: list[int]) -> Any:
-    """A key with its settings numbered in the order of their first use, in which they are added to `slots`."""
+    """A key with its settings renumbered in the order of their first use. Their numbers are added to `slots` in this order."""
     name, *parts = key
     if name == "slot":
         if parts[0] not in slots:
@@ -222,7 +234,7 @@ def _form(key: Any, slots: list[int]) -> Any:
 
 
 class _Today:
-    """The value of a varying number: as it was before the trace while that runs, as its place holds it afterwards."""
+    """The value of a varying number: during a trace the value from before it, later the current value of its place."""
 
     def __init__(self, place: NumberPlace, value: Any, numbers: Numbers) -> None:
         self._place, self._value, self._numbers = place, value, numbers
@@ -243,17 +255,17 @@ def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, i
 
 
 def static_settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
-    """What the trace bakes in of the groups besides their parameters: flags, and which keys are lifted."""
+    """The constants of a trace in `param_groups` besides the parameters: the keys, and for each whether it is a number."""
     return [tuple((k, _kind(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
 
 
 def _is_number(value: Any) -> bool:
-    """A float (numpy's too: schedules compute with it), or a 0-dim CPU tensor of floats, as `lr` may be."""
+    """Whether `value` is a float (also numpy's, which schedules may produce) or a 0-dim CPU tensor, as `lr` may be."""
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu")
 
 
 def _kind(value: Any) -> Any:
-    """How a setting is compared: a number by being one, a tensor by identity. Other settings are guarded where they are read."""
+    """The key by which a setting is compared: that it is a number, or the identity of a tensor. Other settings are guarded when read."""
     if _is_number(value):
         return float
     if isinstance(value, torch.Tensor):

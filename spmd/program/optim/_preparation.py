@@ -1,9 +1,8 @@
-"""Optimizers under a trace: their numbers become inputs of the program, their state exists before the first step.
+"""Prepares optimizers for a trace: creates their state before the first step, and makes their steps traceable.
 
-Learning rates, betas and momenta are Python floats that schedulers change between steps. During the trace each is a
-lifted number (`spmd.device._numbers`), read from one float64 vector that every call fills anew; so a schedule costs no
-retrace and no constant is baked in. State that the first step would create (Adam's moments) is created before the trace,
-from a trace of that step alone, with its parameter's sharding; so the loop has one executable, not two.
+State that the first step would create (Adam's moments) is created before the trace, with its parameter's sharding, from a separate trace of
+that step. So a training loop has one executable, not two. Numbers in `param_groups` and in the state are inputs of the program
+(`_lifted_numbers`).
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ Groups = list[dict[str, Any]]
 
 @contextmanager
 def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
-    """While active, these optimizers take the paths that do not branch on the step counter's value.
+    """Context in which these optimizers do not branch on the value of the step counter.
 
-    RAdam and ASGD have one for graph capture; Adafactor only takes `min` and `max` of numbers. RAdam's computes with the counter itself,
-    in 32-bit floats, where its length of the average (1999 - 1994) has lost most digits: it gets the counter in 64, as Python has it.
+    RAdam and ASGD have a path for graph capture (`capturable`). Adafactor only takes `min` and `max` of numbers. RAdam's path computes
+    with the counter as a float32, and its length of the average (1999 - 1994) then loses most of its digits. So RAdam gets its counters as
+    float64, which has the precision of Python's floats.
     """
     groups = [g for o in optimizers if isinstance(o, (torch.optim.RAdam, torch.optim.ASGD)) for g in o.param_groups]
     kept = [group["capturable"] for group in groups]
@@ -59,26 +59,32 @@ def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
 def _with_exact_counts(
     update: Callable[..., None], params: Any, grads: Any, averages: Any, squares: Any, steps: list[torch.Tensor], **options: Any
 ) -> None:
-    """RAdam's `update` with 64-bit counters, parameter by parameter (`foreach` is in 32); those of its state count on beside them."""
-    counts = [step.to(torch.float64, copy=True) for step in steps]  # in 64 already where that is the default dtype
+    """RAdam's `update` with float64 copies of the counters, parameter by parameter (`foreach` computes in float32).
+
+    The counters of the state are incremented separately.
+    """
+    counts = [step.to(torch.float64, copy=True) for step in steps]  # a copy also if float64 is the default dtype
     update(params, grads, averages, squares, counts, **{**options, "foreach": False})
     for step in steps:
         step += 1
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> list[torch.Tensor]:
-    """Create the state that the first step would create, and bring host-side counters to the device.
+    """Create the state that the first step would create, and move counters from the host to the device.
 
-    Exact for optimizers whose new state is tensors that do not depend on gradients (zeros, ones, constants), and for SGD's momentum
-    without dampening, where a zero buffer gives the same first step. Others create their state in the first traced step, and so do all
-    if not `creates`.
+    State is created for optimizers whose new state tensors do not depend on gradients (zeros, ones, constants), and for SGD's momentum
+    without dampening, where a zero buffer gives the same first step. Other optimizers create their state in the first traced step.
+
+    Args:
+        optimizer: the optimizer.
+        creates: whether to create state; otherwise existing state is moved and laid out only.
 
     Returns:
         The parameters for which state was created.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):  # it steps outside of compiled functions alone
+    if isinstance(optimizer, torch.optim.LBFGS):  # it cannot step inside a compiled function
         return []
-    if getattr(optimizer, "_need_device_dtype_check_for_fused", False):  # once, which is no reason to trace again
+    if getattr(optimizer, "_need_device_dtype_check_for_fused", False):  # done here, since a change of the flag would cause a retrace
         for parameter in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
             device_dtype_check_for_fused(parameter)
             vars(optimizer)["_need_device_dtype_check_for_fused"] = False
@@ -96,7 +102,13 @@ def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> 
 
 
 def drop_unused_state(optimizer: torch.optim.Optimizer, created: Sequence[torch.Tensor], is_used: Callable[[Buffer], bool]) -> None:
-    """Remove the state that was created for parameters which the traced step then did not update: they have no gradient."""
+    """Remove the state that was created for parameters that the traced step did not update, because they have no gradient.
+
+    Args:
+        optimizer: the optimizer.
+        created: the parameters for which `prepare_state` created state.
+        is_used: whether the trace read or wrote a buffer.
+    """
     for parameter in created:
         state = optimizer.state.get(parameter)
         if isinstance(state, dict) and not any(is_used(buffer_of(v)) for v in state.values() if is_device_tensor(v)):
@@ -104,16 +116,16 @@ def drop_unused_state(optimizer: torch.optim.Optimizer, created: Sequence[torch.
 
 
 class OptimizerStates:
-    """Optimizer states as they were, to be put back if making a program fails. A context."""
+    """Context that restores the state of optimizers if tracing or compiling fails."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.optim.Optimizer, dict[Any, tuple[Any, Any]]]] = {}
 
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the state of `optimizer`, the first time.
+        """Save the state of `optimizer`, unless it was saved before.
 
         Raises:
-            TraceError: another optimizer of the same class holds the same parameters: each trace makes a new one.
+            TraceError: another optimizer of the same class has the same parameters, so the function creates one in every trace.
         """
         if id(optimizer) in self._kept:
             return
@@ -121,9 +133,9 @@ class OptimizerStates:
             if type(other) is type(optimizer) and other.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]:
                 raise TraceError(
                     message(
-                        f"the compiled function makes its own {type(optimizer).__name__}",
+                        f"the compiled function creates its own {type(optimizer).__name__}",
                         "each call would start with an optimizer without state",
-                        fix="make the optimizer once, outside of the function",
+                        fix="create the optimizer once, outside of the function",
                     )
                 )
         self._kept[id(optimizer)] = optimizer, {p: (s, dict(s) if isinstance(s, dict) else None) for p, s in optimizer.state.items()}
@@ -132,19 +144,19 @@ class OptimizerStates:
         return self
 
     def forget_all_but(self, stepped: Sequence[torch.optim.Optimizer]) -> None:
-        """Take away the state that was created for optimizers that then did not step."""
+        """Remove the state that was created for optimizers that then did not step. `stepped`: those that did."""
         for optimizer, state in self._kept.values():
             for parameter in [] if any(optimizer is o for o in stepped) else list(optimizer.state):
                 if parameter not in state:
                     del optimizer.state[parameter]
 
     def put_back(self) -> None:
-        """Give the optimizers the state that they had."""
+        """Restore the saved state of the optimizers."""
         for optimizer, kept in self._kept.values():
             optimizer.state.clear()
             optimizer.state.update({owner: state for owner, (state, _) in kept.items()})
             for state, content in kept.values():
-                if content is not None:  # the dict itself: programs are guarded by which it is
+                if content is not None:  # the same dict is refilled, since guards compare it by identity
                     state.clear()
                     state.update(content)
 
@@ -162,7 +174,7 @@ def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
 
 
 def _settle(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Counters move to the device; tensors lie as `_state_rules` says."""
+    """Move the counters of one parameter's state to the device, and lay out its tensors by `_state_rules`."""
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -177,12 +189,12 @@ def _settle(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: di
 
 
 def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]:
-    """The 0-dim state of the optimizers, each with a key that it shares with the state of the same name, group and value.
+    """The buffers of the 0-dim state of the optimizers, each with a key that is equal for state of the same name, group and value.
 
-    Note [Equal counters]. torch's Adam keeps one step counter per parameter, jax's users keep one for all. Counters that are
-    equal when the trace begins are read as one: the bias corrections are computed once, and the program has one counter
-    among its inputs and outputs, whose array all of them hold afterwards (so 0-dim state is never donated). A guard looks
-    whether they are still equal; where a trace gave two of them different new values, it is made again without sharing.
+    Note [Equal counters]. torch's Adam keeps one step counter per parameter, where a JAX optimizer keeps one for all. Counters that are
+    equal at the start of a trace are read as one. So bias corrections are computed once, and the program has one counter as input and
+    output. All counters share its new array afterwards, so 0-dim state is never donated. A guard checks that they are still equal. If a
+    trace gives two of them different new values, the function is traced again without sharing.
     """
     found: dict[Buffer, tuple[Any, ...]] = {}
     for optimizer in optimizers:
@@ -196,19 +208,25 @@ def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]
 
 
 class _StateComplete(Exception):
-    """Every parameter has its state: the rest of the step need not be traced."""
+    """Ends the trace of a first step as soon as every parameter has its state."""
 
 
 class _InitialStateRecorder:
-    """Recorder of the trace of an optimizer's first step: the first value that each new buffer gets.
+    """Recorder of the trace of an optimizer's first step. It records the first value of each new buffer.
 
-    torch's own optimizers make a group's state before they use it: their trace ends at the first write to older state.
+    torch's own optimizers create the state of a group before they use it. So their trace ends at the first write after all parameters
+    have state.
+
+    Attributes:
+        first: for each buffer that the step created, its first value; None while it was created on the host and not read.
+        before: value and host value of each older buffer that was written.
+        existing: ids of the arrays that were read from older buffers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
         self.first: dict[Buffer, Any] = {}
         self.before: dict[Buffer, tuple[Any, Any]] = {}
-        self.existing: set[int] = set()  # ids of the arrays that were read and not made here
+        self.existing: set[int] = set()
         self.words: Any = None
         self.scalars: dict[Any, Any] = {}
         self.finite: list[tuple[str, Any]] = []
@@ -223,7 +241,7 @@ class _InitialStateRecorder:
         buffer.reads.clear()
         if buffer not in self.first:
             self.existing.add(id(buffer.value))
-        elif self.first[buffer] is None:  # was born on the host
+        elif self.first[buffer] is None:  # created on the host
             self.first[buffer] = buffer.value
 
     def will_write(self, buffer: Buffer) -> None:
@@ -233,7 +251,7 @@ class _InitialStateRecorder:
             self.before.setdefault(buffer, (buffer.value, buffer.host))
 
     def put_back(self) -> None:
-        """All buffers that existed before have their values again."""
+        """Restore the values of all older buffers."""
         for buffer, (value, host) in self.before.items():
             buffer.value, buffer.host = value, host
             buffer.reads.clear()
@@ -248,10 +266,10 @@ class _InitialStateRecorder:
         """Nothing: the trace of the whole function records it."""
 
     def reduce_in(self, dtype: Any) -> None:
-        """Nothing: gradients are given."""
+        """Nothing: the gradients are inputs of this trace."""
 
     def is_state(self, array: Any) -> bool:
-        """True: gradients are zeros here and not what they will be, so nothing computed in this trace is known."""
+        """True: the gradients are placeholders, so no value in this trace is known."""
         return True
 
     def is_counter(self, array: Any) -> bool:
@@ -264,7 +282,7 @@ class _InitialStateRecorder:
         return None
 
     def each_call(self, tensor: torch.Tensor, look: Any) -> None:
-        """Arguments are not known here."""
+        """No check: this trace has no arguments."""
 
     def host_argument(self, tensor: torch.Tensor) -> None:
         return None
@@ -273,7 +291,7 @@ class _InitialStateRecorder:
         return None
 
     def expect(self, flag: Any, check: Any) -> bool:
-        """Values are not known here: nothing is checked."""
+        """True, without a check: values are not known in this trace."""
         return True
 
     def random_state(self) -> tuple[Any, int]:
@@ -281,11 +299,12 @@ class _InitialStateRecorder:
 
 
 def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
-    """Trace one `optimizer.step()` alone, and keep the first value of each state tensor it makes.
+    """Trace one `optimizer.step()` separately, and store the first value of each state tensor that it creates.
 
-    Note [First values]. What a state tensor held when it was born need not be what the first update found: `torch.empty_like(p).fill_(0.1)`
-    is written to before. So a user's step is traced a second time, with the same gradients, and with the first values as its state.
-    Where it does not compute what the first one did, operation by operation, the state is left to the first traced step.
+    Note [First values]. The first value of a state tensor need not be the value that the first update reads:
+    `torch.empty_like(p).fill_(0.1)` writes to it in between. So the step of a user's optimizer is traced a second time, with the same
+    gradients and with the first values as its state. If the second trace differs from the first one in any operation, no state is
+    created, and the first traced step of the function creates it.
     """
     births = _InitialStateRecorder(optimizer, missing)
     made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
@@ -310,7 +329,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         first = [births.first[buffer_of(v)] for _, _, v in made]
         if made and not _is_torchs(optimizer):
             if not all(is_whole(state, buffer_of(state)) for _, _, state in made):
-                raise TraceError("the state shows parts of other tensors, or lies in another order")
+                raise TraceError("a state tensor is a view of another tensor, or is not contiguous")
             left = _left_by(optimizer, missing)
             births.put_back()
             for (_, _, state), value in zip(made, first, strict=True):
@@ -331,13 +350,13 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         except Exception as error:
             if not isinstance(error, TraceError) and _is_torchs(optimizer):
                 raise
-            made.clear()  # its state depends on values, or its step needs a closure, or has other names: left to the first traced step
+            made.clear()  # the state depends on values, or the step needs a closure: the function's first traced step creates it
             return
     _fill_births(optimizer, made, jaxpr, births.existing)
 
 
 def _left_by(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> list[tuple[Any, Any]]:
-    """What a step left in the parameters and their state, each with its name."""
+    """The traced values of the parameters and their state after a step, each with its key; None for a parameter."""
     found: list[tuple[Any, Any]] = [(None, buffer_of(p).value) for p in params]
     for p in params:
         found.extend((key, buffer_of(v).value) for key, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
@@ -355,7 +374,7 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _step_alone(optimizer: torch.optim.Optimizer) -> None:
-    """One step that leaves nothing in Python but the optimizer's state: what else an own optimizer or a hook writes is undone."""
+    """Run one step, and undo all writes to Python objects by a user's optimizer or a hook except those to the optimizer's state."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if _is_torchs(optimizer) and not any(hooks):
         optimizer.step()
@@ -368,7 +387,7 @@ def _step_alone(optimizer: torch.optim.Optimizer) -> None:
 def _as_before(
     optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _InitialStateRecorder, made: list[Any]
 ) -> Generator[None]:
-    """Around the trace of a first step: flags, gradients, memory and values are put back, and all state but what is in `made`."""
+    """Context for the trace of a first step. It restores flags, gradients, memory and values, and all state except that in `made`."""
     groups = optimizer.param_groups
     kept_grads, kept_memory = [p.grad for p in params], [p.data for p in params]
     kept_flags = [group.get("capturable") for group in groups]
@@ -403,7 +422,13 @@ def _as_before(
 def _fill_births(
     optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any, existing: set[int]
 ) -> None:
-    """Give the new state tensors their first values, laid out like their parameter; forget state that depends on values."""
+    """Give the new state tensors their first values and their sharding, and remove state whose first values depend on other values.
+
+    Args:
+        made: (parameter, key, state tensor) of the new state.
+        closed: the trace, whose outputs are the first values.
+        existing: ids of the arrays that the trace read from older buffers.
+    """
     constant = constant_outputs(closed.jaxpr, [id(c) not in existing for c in closed.consts])
     by_parameter: dict[int, list[int]] = {}
     for i, (p, _, _) in enumerate(made):
@@ -411,7 +436,7 @@ def _fill_births(
     ready: list[int] = []
     for entries in by_parameter.values():
         state = optimizer.state[made[entries[0]][0]]
-        has_stepped = not all(v is None or is_device_tensor(v) for v in state.values())  # Python's values are those after a step
+        has_stepped = not all(v is None or is_device_tensor(v) for v in state.values())  # Python values are those after the step
         if has_stepped or not all(constant[i] for i in entries):
             del optimizer.state[made[entries[0]][0]]
         else:
@@ -419,10 +444,10 @@ def _fill_births(
     if not ready:
         return
     if any(a is not None and a.mesh.topology is not None for a in (buffer_of(p).annotation for p, _, _ in made)):
-        for p, key, state in (made[i] for i in ready if made[i][2].dim()):  # to compile for, and not to run on: shapes only
+        for p, key, state in (made[i] for i in ready if made[i][2].dim()):  # for a program that is compiled and not run: shapes only
             optimizer.state[p][key] = wrap_unset(tuple(state.shape), to_numpy_dtype(state.dtype))
         ready = [i for i in ready if not made[i][2].dim()]
-    # Two programs: the trace reads the counters and must not wait for the moments. See Note [Equal counters].
+    # Two programs, since the trace reads the values of the counters and must not wait for the moments. See Note [Equal counters].
     for chosen in filter(None, ([i for i in ready if not made[i][2].dim()], [i for i in ready if made[i][2].dim()])):
         annotations = [sharding_of_state(optimizer, *made[i]) for i in chosen]
         jaxpr = pruned(closed.jaxpr, chosen)

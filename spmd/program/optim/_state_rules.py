@@ -1,5 +1,5 @@
-"""Where the state of an optimizer lies. A tensor of its parameter's shape lies as the parameter does; another one is whole on every
-device, unless a rule for the optimizer's class says otherwise.
+"""The sharding of optimizer state. A state tensor of its parameter's shape has the parameter's sharding. Any other is replicated, unless a
+rule for the optimizer's class gives it a sharding.
 
     @spmd.register_state_rule(RowNorms)
     def lay_out(parameter, key, value):
@@ -27,13 +27,19 @@ _rules: dict[type[torch.optim.Optimizer], StateRule] = {}
 
 
 def register_state_rule(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[StateRule], StateRule]:
-    """Register the decorated function as the rule for the sharding of this optimizer class's state, and its subclasses' state.
+    """Register the decorated function as the rule for the sharding of the state of an optimizer class and its subclasses.
 
-    It is called with a marked parameter, the state's key and the state tensor before a step is traced. It returns a spec on the
-    parameter's mesh, or None for the default. A state tensor that was marked explicitly keeps its sharding.
+    Before a step is traced, the rule is called with a marked parameter, the key of a state tensor and the state tensor. It returns a spec
+    on the parameter's mesh, or None for the default. A state tensor that was marked explicitly keeps its sharding.
+
+    Args:
+        optimizer_class: the class.
+
+    Returns:
+        A decorator that registers a rule and returns it.
 
     Raises:
-        SpmdError: the class is not an optimizer, or already has a rule.
+        SpmdError: the class is not an optimizer class, or already has a rule.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):  # pyright: ignore[reportUnnecessaryIsInstance]
         what = f"{optimizer_class!r} is not an optimizer class"
@@ -52,8 +58,13 @@ def register_state_rule(optimizer_class: type[torch.optim.Optimizer]) -> Callabl
 def set_state_sharding(parameter: torch.Tensor, mesh: Any, partition_spec: SpecLike) -> None:
     """Give the gradient of `parameter`, and optimizer state of the same shape, another sharding than the parameter (ZeRO).
 
+    Args:
+        parameter: the parameter.
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
+        partition_spec: one entry per dim, as for `mark_sharding`.
+
     Raises:
-        SpecError: the spec does not fit the parameter or the mesh.
+        SpecError: the spec does not match the rank of the parameter or the axes of the mesh.
     """
     spec = ShardingSpec(as_mesh(mesh), as_spec(partition_spec))
     spec.validate(tuple(parameter.shape), "the optimizer's state")
@@ -61,7 +72,7 @@ def set_state_sharding(parameter: torch.Tensor, mesh: Any, partition_spec: SpecL
 
 
 def sharding_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> ShardingSpec | None:
-    """Where a state tensor goes; None: nobody says, so it is whole on every device."""
+    """The sharding of the state tensor `value` of `parameter`; None if no rule or parameter gives one, so that it is replicated."""
     own = state_sharding_of(parameter)
     rule = next((_rules[cls] for cls in type(optimizer).__mro__ if cls in _rules), None)
     marked = annotation_of(parameter)
@@ -75,7 +86,7 @@ def sharding_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor,
 
 
 def stored_like(parameter: torch.Tensor, state: torch.Tensor) -> Any:
-    """The traced value of a gradient or optimizer state that leaves the program, padded as its parameter is."""
+    """The traced value of a gradient or state tensor that is an output of the program, padded as its parameter is."""
     value, spec = load(state), state_sharding_of(parameter)
     if spec is None or parameter.shape != state.shape or spec.padded_shape(value.shape) == value.shape:
         return value

@@ -1,9 +1,8 @@
-"""What a traced step does to the state of its optimizers.
+"""Changes of optimizer state in a traced step.
 
-State tensors that the trace updates in place are state of the program like any other. State that the step creates (a
-momentum that starts as the first gradient) leaves the program as an output, and the next step has a program of its own.
-Numbers in the state (`state["step"] += 1` in a user's optimizer) are lifted like learning rates; their next values follow
-from today's on the host.
+State tensors that the trace updates in place are state of the program. State that the step creates (a momentum that starts as the first
+gradient) is an output of the program, and the next step gets a program of its own. Numbers in the state (`state["step"] += 1` in a user's
+optimizer) are inputs of the program, as learning rates are. The host computes their next values from the current ones.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
 
 Leave = Callable[[], None]
-Action = Callable[[], Leave]  # called before a call, while Python is as that finds it; what it returns, afterwards
+Action = Callable[[], Leave]  # called before the program runs, with Python's state from before the call; its result is called afterwards
 
 
 class OptimizerAsObject(TraceAgain):
-    """What these optimizers do to their state is plain Python: to the trace they are objects like any other.
+    """These optimizers must be traced as ordinary Python objects.
 
-    An optimizer that steps is prepared, and its state is updated in place and guarded as a whole. One that puts new tensors into it is not
-    of this kind, nor a `step` that torch's hooks do not see (of a class that does not call `Optimizer.__init__`), nor another method
-    that keeps something in the state (SAM's, Lookahead's).
+    Normally an optimizer that steps is prepared, and its state is updated in place and guarded as a whole. This does not work if it puts
+    new tensors into its state, if torch's hooks do not see its `step` (its class does not call `Optimizer.__init__`), or if another method
+    uses its state (SAM, Lookahead).
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -45,18 +44,18 @@ class OptimizerAsObject(TraceAgain):
 
 
 class TracedState:
-    """The state of some optimizers around a trace. A context: on leaving, it is as before.
+    """Context that restores the state of the given optimizers after a trace.
 
     Attributes:
         born: (parameter, state tensor) of the state that the trace created.
-        effects: what gives the state its new tensors and numbers after each call, and takes away what the trace took away.
+        effects: the actions that repeat the changes in each call: they store new tensors and numbers, and remove entries.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self._kept = [_Kept(optimizer) for optimizer in optimizers]
         self.born: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.effects: list[Action] = []
-        self._parts: dict[Buffer, list[tuple[int, int]]] = {}  # elements, from first to last, of which state was made
+        self._parts: dict[Buffer, list[tuple[int, int]]] = {}  # (first, last) element of each view of a buffer that became state
 
     def __enter__(self) -> TracedState:
         return self
@@ -66,11 +65,11 @@ class TracedState:
             kept.put_back()
 
     def note(self, is_newborn: Callable[[Buffer], bool]) -> None:
-        """Compare the state with what it was before the trace.
+        """Find the changes of the state since the start of the trace. `is_newborn`: whether the trace created a buffer.
 
         Raises:
             OptimizerAsObject: a state tensor was replaced by another one.
-            TraceError: a state tensor was made where no parameter says how it lies, or a number depends on values of the program.
+            TraceError: a new state tensor belongs to no parameter, so it has no sharding; or a number depends on values of the program.
         """
         for kept in self._kept:
             optimizer = kept.optimizer
@@ -83,7 +82,8 @@ class TracedState:
             self._note(optimizer, None, alone, kept.alone, is_newborn)
 
     def _note(self, optimizer: torch.optim.Optimizer, owner: Any, state: Any, before: Any, is_newborn: Callable[[Buffer], bool]) -> None:
-        """What is new in the state of a parameter, or of a key of the optimizer's own, or (None) in what lies beside them."""
+        """Note new entries in `state`: the dict of a parameter, or of another key `owner`; or, if `owner` is None, the entries that are
+        not dicts."""
         for key, value in state.items():
             if value is before.get(key):
                 continue
@@ -96,31 +96,31 @@ class TracedState:
             elif not isinstance(owner, torch.Tensor):
                 raise _made_for_no_parameter(optimizer, owner, key)
             elif is_newborn(buffer_of(value)):
-                if not is_whole(value, buffer_of(value)):  # an element of a stack that was computed at once
+                if not is_whole(value, buffer_of(value)):  # for example one tensor of a stack that was computed together
                     value = self._alone(optimizer, key, value)
                 self.born.append((owner, value))
                 self.effects.append(lambda owner=owner, key=key, value=value: _set(optimizer, owner, key, value))
 
     def _alone(self, optimizer: torch.optim.Optimizer, key: Any, value: torch.Tensor) -> torch.Tensor:
-        """A part of a tensor, as one of its own."""
+        """A view of a tensor, copied to a tensor of its own."""
         first, buffer = int(value.storage_offset()), buffer_of(value)
         last = first + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
         parts = self._parts.setdefault(buffer, [])
         if any(first <= end and begin <= last for begin, end in parts) or any(buffer_of(t) is buffer for _, t in self.born):
             name = f"{type(optimizer).__name__}'s state[{key!r}]"
-            what = f"{name}, made inside the compiled function, shares memory with other state"
-            raise TraceError(message(what, fix=f"keep a copy: {name} = value.clone()"))
+            what = f"{name}, created inside the compiled function, shares memory with other state"
+            raise TraceError(message(what, fix=f"store a copy: {name} = value.clone()"))
         parts.append((first, last))
         with torch.no_grad():
             return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 class _Kept:
-    """An optimizer's state as it is now.
+    """A snapshot of an optimizer's state.
 
     Attributes:
-        state: the dict itself.
-        alone: its entries that are no dicts, as of an optimizer that counts in `self.state["steps"]`.
+        state: the state dict itself.
+        alone: its entries that are not dicts, as in an optimizer that counts in `self.state["steps"]`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +129,7 @@ class _Kept:
         self.alone = {key: value for key, value in optimizer.state.items() if not isinstance(value, dict)}
 
     def content_of(self, owner: Any) -> dict[Any, Any]:
-        """The state of a parameter."""
+        """The saved state of a parameter, or of another key."""
         return self._dicts[owner][1] if owner in self._dicts else {}
 
     def removals(self) -> list[Action]:
@@ -144,7 +144,7 @@ class _Kept:
         return found
 
     def put_back(self) -> None:
-        """Put the state back."""
+        """Restore the state."""
         for owner in [owner for owner in self.state if owner not in self._dicts and owner not in self.alone]:
             del self.state[owner]
         self.state.update(self.alone)
@@ -156,7 +156,7 @@ class _Kept:
 
 
 def _place(optimizer: torch.optim.Optimizer, owner: Any) -> Any:
-    """The dict that holds what `TracedState` notes under `owner`."""
+    """The dict of the state under `owner`, or the whole state if it is None."""
     return optimizer.state if owner is None else optimizer.state[owner]
 
 
@@ -173,7 +173,11 @@ def _set_number(optimizer: torch.optim.Optimizer, owner: Any, key: Any, evaluate
 
 
 def _of_a_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: Any) -> Callable[[], Any]:
-    """What gives a value of Python's in each call: numbers in it follow from those of the call."""
+    """A function that returns a Python value of the state for each call, with numbers computed from those of the call.
+
+    Raises:
+        TraceError: a number depends on values of the program.
+    """
     if isinstance(value, Varying):
         return value.evaluate
     if type(value) in (tuple, list) and any(map(_has_number, value)):
@@ -190,8 +194,8 @@ def _of_a_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: A
     if evaluate is None:
         raise TraceError(
             message(
-                f"{type(optimizer).__name__} keeps a number in its state[{key!r}] that only the compiled program will know",
-                fix="keep it as a tensor on device 'jax'",
+                f"{type(optimizer).__name__} stores a number in its state[{key!r}] that is known only when the compiled program runs",
+                fix="store it as a tensor on device 'jax'",
             )
         )
     kind = int if isinstance(before, int) else float
@@ -199,7 +203,7 @@ def _of_a_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: A
 
 
 def _has_number(value: Any) -> bool:
-    """Whether numbers of a call are in it."""
+    """Whether `value` contains a number that is an input or is computed from one."""
     if type(value) in (tuple, list):
         return any(map(_has_number, value))
     if type(value) is dict:
@@ -214,7 +218,7 @@ def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: An
         message(
             f"{name} creates a tensor of its state inside the compiled function, {place}",
             "it belongs to no parameter, so its sharding is not known",
-            fix=f"make it before the first step, in {name}.__init__: {place} = torch.zeros(..., device='jax')",
+            fix=f"create it before the first step, in {name}.__init__: {place} = torch.zeros(..., device='jax')",
         )
     )
 
@@ -223,8 +227,8 @@ def _made_in_container(optimizer: torch.optim.Optimizer, key: Any, value: Any) -
     name = type(optimizer).__name__
     return TraceError(
         message(
-            f"{name} makes tensors in a {type(value).__name__} of its state inside the compiled function, state[{key!r}]",
-            "a call leaves the tensors of a parameter's state there, and none in containers",
-            fix="take the first step before: call the function without spmd.compile once; or one entry of the state for each tensor",
+            f"{name} creates tensors in a {type(value).__name__} of its state inside the compiled function, state[{key!r}]",
+            "a compiled function can create state tensors as entries of a parameter's state, not in containers there",
+            fix="call the function once without spmd.compile, so that the first step creates them; or use one entry per tensor",
         )
     )

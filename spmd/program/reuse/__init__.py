@@ -1,1 +1,1 @@
-"""Which program answers a call: the signature of its arguments, and guards on what the trace baked in."""
+"""Selects the program for a call: by the signature of its arguments, and by guards on what the trace assumed."""

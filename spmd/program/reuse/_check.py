@@ -1,4 +1,4 @@
-"""`check=True`: trace again on every call and compare, so that no value baked into the program can go stale unseen."""
+"""`check=True`: traces on every call and compares, so that a stale constant of the program raises an error."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from spmd.program.trace._captured import Captured
 
 
 def require_same(name: str, old: Captured, new: Captured) -> None:
-    """Raise if today's trace of step `name` differs from the one its program was made from.
+    """Compare the current trace of step `name`, `new`, with the trace `old` of its program.
 
     Raises:
-        TraceError: names the first value, operation or state tensor that differs.
+        TraceError: they differ. The message names the first value, operation or state tensor that differs.
     """
     difference = _difference(old, new)
     if difference is not None:
@@ -54,7 +54,7 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
 
 
 def _replaced(captured: Captured) -> dict[Any, int]:
-    """The buffers of the tensors that every call replaces, each with its place."""
+    """The buffers of the tensors that every call replaces, each with its position in `TraceState.held`."""
     return {buffer_of(h.value): i for i, h in enumerate(captured.state.held) if is_device_tensor(h.value)}
 
 
@@ -63,7 +63,7 @@ def _owner(captured: Captured, buffer: Any) -> Any:
 
 
 def _in_order_of(old: Captured, new: Captured) -> Captured:
-    """The new trace with its constants in the order of the old one's, where they are of the same buffers."""
+    """The new trace with its constants in the order of the old trace, if both read the same buffers; else the new trace unchanged."""
     place = {id(b): i for i, b in enumerate(new.state.consts) if b is not None}
     order = [place.get(id(b)) if b is not None else i for i, b in enumerate(old.state.consts)]
     if sorted(i for i in order if i is not None) != list(range(len(new.state.consts))):

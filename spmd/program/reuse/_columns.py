@@ -1,11 +1,11 @@
-"""All guards of one program, asked before every call: does what its trace baked in still hold?
+"""The guards of one program, evaluated before every call: are the assumptions of its trace still true?
 
 Note [Columns]
-    Thousands of values are looked at in the time of one call of a jitted function, so none costs a step of Python while nothing
-    changed. A guard says what its answer depends on: dicts, of which the version is compared (of an empty one that it is empty),
-    and what is read of objects, which is compared by identity or, numbers, by value. What all guards look at in the same way is one
-    column, read in one pass in C. Only guards that look at something that differs are asked, and those that can name nothing to
-    look at; what they accept is what is expected next.
+    Thousands of values are compared in the time of one call of a jitted function, so a value that has not changed must not cost a
+    step of the Python interpreter. A guard declares what its result depends on. Dicts are compared by version (an empty dict by being
+    empty). Values read from objects are compared by identity, or by value if they are numbers. All values that guards read in the same
+    way are one column, which is read in one pass in C. Only guards that read a value that differs are evaluated, and guards that
+    cannot declare what they read. If they accept the new values, the next call is compared with these.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Read = Callable[[Any], Any]
 _call: Any = call
 _version: Any = dict_version
 _joined: Any = chain.from_iterable
-_FEW = 6  # objects of which a column is read one by one
+_NARROW = 6  # columns of fewer objects are read object by object
 _EMPTIABLE = (dict, collections.OrderedDict, collections.defaultdict)
 _GONE = (AttributeError, ValueError, LookupError)  # an unset slot, an empty cell, a list that got shorter
 
 
 class _Columns:
-    """What is read of objects, each column in one way, and which guard looks at it, by its place in their order.
+    """Values read from objects, in columns of equal reads, each with the rank of the guard that depends on it.
 
-    A column of few objects costs more to begin than to read: those are read one by one, each object in its own way.
+    For a column of few objects the start costs more than the reads. These are read in one common pass, each object by its own function.
     """
 
     def __init__(self) -> None:
@@ -42,34 +42,34 @@ class _Columns:
         self.columns: tuple[list[Read], list[list[Any]]] = [], []
 
     def add(self, read: Read, objects: Sequence[Any], rank: int) -> None:
-        """Read these objects too."""
+        """Add `read(object)` for each of these objects, for the guard `rank`."""
         column = self._columns.setdefault(read, ([], []))
         column[0].extend(objects)
         column[1].extend([rank] * len(objects))
 
     def arrange(self) -> None:
-        """All are there: put them in the order in which they are read."""
-        alone = [(read, *column) for read, column in self._columns.items() if len(column[0]) < _FEW]
-        wide = [(read, *column) for read, column in self._columns.items() if len(column[0]) >= _FEW]
+        """Fix the order of the reads, after all were added."""
+        alone = [(read, *column) for read, column in self._columns.items() if len(column[0]) < _NARROW]
+        wide = [(read, *column) for read, column in self._columns.items() if len(column[0]) >= _NARROW]
         self.alone = [read for read, objects, _ in alone for _ in objects], [o for _, objects, _ in alone for o in objects]
         self.columns = [read for read, _, _ in wide], [objects for _, objects, _ in wide]
         self._ranks = [rank for _, _, ranks in (*alone, *wide) for rank in ranks]
 
     def now(self) -> Iterable[Any]:
-        """What is read."""
+        """The current values, in the order of the reads."""
         return chain(map(_call, *self.alone), _joined(map(map, *self.columns)))
 
     def differing(self, differs: Callable[[Any, Any], bool], now: list[Any], known: list[Any]) -> Iterable[int]:
-        """The guards that look at something that differs."""
+        """Ranks of the guards whose values differ, according to `differs`."""
         return compress(self._ranks, map(differs, now, known))
 
     def filled(self) -> Iterable[int]:
-        """The guards that look at something that is neither None nor empty."""
+        """Ranks of the guards that read a value that is true, not None or empty."""
         return compress(self._ranks, self.now())
 
 
 class _Dicts:
-    """Dicts, each once, and which guards look at each."""
+    """Dicts, each once, with the ranks of the guards that depend on it."""
 
     def __init__(self) -> None:
         self.dicts: list[dict[Any, Any]] = []
@@ -77,7 +77,7 @@ class _Dicts:
         self._index: dict[int, int] = {}
 
     def add(self, holder: dict[Any, Any], rank: int) -> None:
-        """Look at this one too."""
+        """Add a dict for the guard `rank`."""
         index = self._index.setdefault(id(holder), len(self.dicts))
         if index == len(self.dicts):
             self.dicts.append(holder)
@@ -86,7 +86,7 @@ class _Dicts:
 
 
 class _Seen(NamedTuple):
-    """What was read when all guards held."""
+    """The values at a time when all guards were satisfied."""
 
     versions: list[int]
     numbers: list[Any]
@@ -95,7 +95,7 @@ class _Seen(NamedTuple):
 
 
 class Guards:
-    """Guards in the order in which they are asked; each gives a reason to trace again, or None."""
+    """Guards in the order of their evaluation. Each returns a reason to retrace, or None."""
 
     def __init__(self) -> None:
         self._guards: list[Guard] = []
@@ -105,7 +105,7 @@ class Guards:
         self._part_readers, self._part_holders, self._part_ranks = list[Read](), list[Any](), list[int]()
         self._is_arranged = False
         self._known: _Seen | None = None
-        self._known_items: list[Any] = []  # its values and parts, one after the other
+        self._known_items: list[Any] = []  # the values and parts of `_known`, concatenated
 
     def add(
         self,
@@ -117,14 +117,15 @@ class Guards:
         parts: Iterable[tuple[Read, Any]] = (),
         blank: Iterable[tuple[Read, Sequence[Any]]] = (),
     ) -> None:
-        """Add a guard, to be asked when something that it looks at differs; before every call if it looks at nothing.
+        """Add a guard. It is evaluated when something that it depends on has changed, or before every call if nothing is given.
 
         Args:
-            dicts: any write to one of them counts.
-            values: (read, objects): of each object `read(object)`, by identity.
-            numbers: the same, by value, where `==` tells apart all that differs: ints, flags, code, None.
-            parts: (read, object): all that `read(object)` gives, by identity.
-            blank: (read, objects): whether `read(object)` is still empty or None; the guard holds only if it is.
+            guard: returns a reason to retrace, or None.
+            dicts: it depends on the contents of these dicts; every write to one counts as a change.
+            values: (read, objects): it depends on `read(object)` of each object, compared by identity.
+            numbers: the same, compared by value. For values where `==` is exact: ints, flags, code, None.
+            parts: (read, object): it depends on all items of the iterable `read(object)`, compared by identity.
+            blank: (read, objects): it depends on `read(object)` being empty or None, and can be satisfied only if it is.
         """
         rank = len(self._guards)
         self._guards.append(guard)
@@ -149,13 +150,13 @@ class Guards:
             self._part_ranks.append(rank)
 
     def _add_dict(self, holder: dict[Any, Any], rank: int) -> None:
-        if _version is None or isinstance(holder, collections.OrderedDict):  # whose order changes without its version
+        if _version is None or isinstance(holder, collections.OrderedDict):  # its order can change without a new version
             self._always.append(rank)
         else:
             self._dicts.add(holder, rank)
 
     def reason(self) -> str | None:
-        """The first reason for which the program does not hold any more, or None."""
+        """The first reason to retrace, or None if all guards are satisfied."""
         if self._is_as_known():
             for rank in self._always:
                 reason = self._guards[rank]()
@@ -188,7 +189,7 @@ class Guards:
             return False
         blank, numbers, values = self._blank, self._numbers, self._values
         parts = _joined(map(_call, self._part_readers, self._part_holders))
-        try:  # each as in `now`, without its call
+        try:  # `now()` of each, inlined
             return (
                 list(map(_version, self._dicts.dicts)) == known.versions
                 and not any(chain(map(_call, *blank.alone), _joined(map(map, *blank.columns))))
@@ -199,7 +200,7 @@ class Guards:
             return False
 
     def _seen(self) -> _Seen | None:
-        """What there is now; None if some of it is gone."""
+        """The current values; None if one cannot be read any more."""
         try:
             parts = list(map(list, map(_call, self._part_readers, self._part_holders)))
             return _Seen(list(map(_version, self._dicts.dicts)), list(self._numbers.now()), list(self._values.now()), parts)
@@ -207,7 +208,7 @@ class Guards:
             return None
 
     def _differing(self, now: _Seen) -> set[int]:
-        """The guards that look at something that is not as it was when all of them held. What is alike as a whole is not walked."""
+        """Ranks of the guards with a value that differs from the last satisfied state. Columns that are equal as a whole are skipped."""
         known = self._known
         if known is None:
             return set(range(len(self._guards)))
@@ -227,9 +228,9 @@ class Guards:
         return found
 
     def _expect_filled(self) -> None:
-        """From now on the versions of dicts count that were empty and are not."""
-        looked_at, self._empty = self._empty, _Dicts()
-        for holder, ranks in zip(looked_at.dicts, looked_at.ranks, strict=True):
+        """Compare dicts that were empty, and are not any more, by version from now on."""
+        before, self._empty = self._empty, _Dicts()
+        for holder, ranks in zip(before.dicts, before.ranks, strict=True):
             for rank in ranks:
                 if holder:
                     self._add_dict(holder, rank)

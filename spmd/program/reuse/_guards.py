@@ -1,7 +1,7 @@
-"""What Python state a trace baked in, and whether it still holds: each guard gives a reason to retrace, or None.
+"""Guards on the state of modules, optimizers and tensors that a trace assumed. Each returns a reason to retrace, or None.
 
-A program may be reused only while everything the trace read that is not an input of it is unchanged. Each function here adds a
-guard to those of a program, with what it looks at (see Note [Columns]).
+A program may be reused only while everything that its trace read, and that is not an input, is unchanged. Each function here adds one or
+more guards to a program's, with the values that they depend on (see Note [Columns]).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _check_indices = attrgetter("check_indices")
 
 
 def guard_modules(guards: Guards, modules: list[tuple[str, torch.nn.Module]], tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Guard the modules' hooks, and `requires_grad` and the hooks of their own parameters and of other tensors."""
+    """Guard the hooks of modules, and `requires_grad` and the hooks of their own parameters and of the leaf tensors in `tensors`."""
     named = [(f"a parameter of {name}", p) for name, module in modules for p in module.__dict__["_parameters"].values() if p is not None]
     known = {id(p) for _, p in named}
     named.extend((name, t) for name, t in tensors if id(t) not in known and t.is_leaf)
-    for has_some in (False, True):  # those without hooks apart, since a registry that is not empty can only be asked
+    for has_some in (False, True):  # separate guards, since leaves with hooks must be checked before every call
         _guard_leaves(guards, [(name, p) for name, p in named if any(_of_leaf(p)[1:]) is has_some], has_some)
     hooks = [(name, module.__dict__[kind]) for name, module in modules for kind in _HOOKS]
     for has_some in (False, True):
@@ -78,9 +78,9 @@ def _hook_keys(hooks: Any) -> tuple[Any, ...]:
 
 
 def guard_storages(guards: Guards, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """The tensors still show the storages that the program updates (`p.data = ...` gives one another), and these as they did (`t_()`)."""
+    """Guard that tensors have the same storage (`p.data = ...` replaces it), sizes, strides and offset (`t_()` changes them)."""
     buffers = [buffer_of(tensor) for _, tensor in tensors]
-    storages = [tensor.untyped_storage() for _, tensor in tensors]  # held, so that no other storage gets the address of one
+    storages = [tensor.untyped_storage() for _, tensor in tensors]  # kept alive, so that their addresses are not reused
     windows = [_window(tensor) for _, tensor in tensors]
 
     def check() -> str | None:
@@ -99,20 +99,20 @@ def _window(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
 
 
 def guard_annotations(guards: Guards, buffers: list[Buffer]) -> None:
-    """No state tensor was marked anew."""
+    """Guard that no state tensor was marked with another sharding."""
     kept = [b.annotation for b in buffers]
 
     def check() -> str | None:
         for buffer, annotation in zip(buffers, kept, strict=True):
             if buffer.annotation is not annotation and buffer.annotation != annotation:
-                return f"a state tensor of shape {list(buffer.shape)} was marked {buffer.annotation}, it was {annotation}"
+                return f"the sharding of a state tensor of shape {list(buffer.shape)} changed from {annotation} to {buffer.annotation}"
         return None
 
     guards.add(check, numbers=[(_marks, [Buffer])])
 
 
 def guard_configured_checks(guards: Guards) -> None:
-    """`spmd.configure(check_indices=...)` says what it said."""
+    """Guard the setting of `spmd.configure(check_indices=...)`."""
     was = in_force.check_indices
 
     def check() -> str | None:
@@ -122,7 +122,7 @@ def guard_configured_checks(guards: Guards) -> None:
 
 
 def guard_optimizer(guards: Guards, optimizer: torch.optim.Optimizer, numbers: LiftedNumbers) -> None:
-    """Same groups, flags and state as traced; only the lifted numbers may differ."""
+    """Guard the groups, flags and state of an optimizer. Only numbers that are inputs of the program may differ."""
     state, groups, settings = optimizer.state, optimizer.param_groups, static_settings(optimizer)
     lifted = {(id(holder), key) for holder, key, _ in numbers.slots}
     owners = [(p, s) for p, s in state.items() if isinstance(s, dict)]
@@ -164,18 +164,23 @@ def guard_optimizer(guards: Guards, optimizer: torch.optim.Optimizer, numbers: L
 
 
 def guard_numbers(guards: Guards, numbers: LiftedNumbers) -> None:
-    """The numbers that are inputs are there, and of the types that they had."""
+    """Guard that the numbers that are inputs still exist and have the same types."""
 
     def check() -> str | None:
         if numbers.today is None:
             return "an optimizer's param_groups or state lost a number"
-        return None if numbers.have_same_types() else "a number that is an input of the program is of another type now"
+        return None if numbers.have_same_types() else "a number that is an input of the program has another type now"
 
     guards.add(check, values=[(_today, [numbers])])
 
 
 def guard_branch(guards: Guards, numbers: LiftedNumbers, evaluate: Callable[[], bool], outcome: bool) -> None:
-    """What Python computed from numbers that are inputs of the program, and depended on, is the same."""
+    """Guard a value that Python computed from numbers that are inputs, and that the program depends on.
+
+    Args:
+        evaluate: computes the value from the current numbers.
+        outcome: the value in the trace.
+    """
 
     def check() -> str | None:
         now = evaluate()
@@ -183,13 +188,13 @@ def guard_branch(guards: Guards, numbers: LiftedNumbers, evaluate: Callable[[], 
             return None
         if type(outcome) is bool:
             return f"a branch on a number now goes the other way ({now})"
-        return f"a number that the program was made for changed from {outcome!r} to {now!r}"
+        return f"a number that the program depends on changed from {outcome!r} to {now!r}"
 
     guards.add(check, values=[(_today, [numbers])])
 
 
 def guard_equal_counters(guards: Guards, leaders: dict[Buffer, Buffer]) -> None:
-    """State that the trace read as one value still is. See Note [Equal counters]."""
+    """Guard that step counters that the trace read as one are still equal. See Note [Equal counters]."""
     if not leaders:
         return
     pairs = list(leaders.items())
@@ -203,24 +208,24 @@ def guard_equal_counters(guards: Guards, leaders: dict[Buffer, Buffer]) -> None:
                 its, other = np.asarray(follower.get()), np.asarray(leader.get())
                 if its.tobytes() != other.tobytes():
                     return f"step counters of an optimizer that were equal are now {other} and {its}"
-                follower.set(leader.value)  # so that the next call need not look
+                follower.set(leader.value)  # so that the next call finds the same array
         return None
 
     guards.add(check)
 
 
 def guard_host_tensor(guards: Guards, tensor: torch.Tensor) -> None:
-    """A CPU tensor whose values became constants of the program is unchanged."""
-    owner = tensor if tensor._base is None else tensor._base  # a view dies soon, its base has the same version counter
+    """Guard that a CPU tensor whose values are constants of the program is unchanged."""
+    owner = tensor if tensor._base is None else tensor._base  # a view is often temporary; its base shares its version counter
     reference, version = weakref.ref(owner), None if owner.is_inference() else owner._version
-    copy = owner.clone() if version is None else None  # a tensor of inference mode has no version
+    copy = owner.clone() if version is None else None  # an inference tensor has no version
 
     def check() -> str | None:
         alive = reference()
         if alive is None:
             return None
         if alive._version != version if copy is None else not torch.equal(alive, copy):
-            return f"a CPU tensor of shape {tuple(alive.shape)} that the program holds as a constant was changed in place"
+            return f"a CPU tensor of shape {tuple(alive.shape)} that is a constant of the program was changed in place"
         return None
 
     guards.add(check)

@@ -1,6 +1,7 @@
-"""Every retrace through `logging`: logger "spmd.compile", level INFO, and WARNING the time that is one too many.
+"""Logs every retrace to the logger "spmd.compile": at level INFO, and at WARNING when the number of retraces reaches the limit.
 
-That time has a Python warning too, so without handlers, where logging writes warnings to stderr by itself, it is not said twice.
+At the limit there is also a Python warning. Without logging handlers, `logging` would print its own warning to stderr in addition, so the
+level is INFO then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ _log = logging.getLogger("spmd.compile")
 
 
 def log_retrace(name: str, reason: str, times: int, limit: int) -> None:
-    """Log that `name` was traced again, for the n-th time, where `limit` is the number of times at which it warns."""
+    """Log that `name` was traced again.
+
+    Args:
+        name: name of the compiled function.
+        reason: the reason for the retrace.
+        times: the number of retraces so far.
+        limit: the number of retraces at which the level is WARNING.
+    """
     is_warning = times == limit and _log.hasHandlers()
     _log.log(logging.WARNING if is_warning else logging.INFO, "%s is traced again (%d): %s", name, times, reason)
 

@@ -1,4 +1,4 @@
-"""The signature of a call: what of its arguments decides which program runs."""
+"""The signature of a call: the properties of its arguments, and of torch's global modes, that determine its program."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from spmd.program.trace._gradients import gradient_kind
 
 _TENSOR = repeat(torch.Tensor)
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "any"})()
-_MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings", "what sees torch's operators")
-_DEVICE_PARTS = ("the place among repeated arguments", "shape", "dtype", "requires_grad", "sharding", "class", "attributes")
+_MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings", "the active torch modes and hooks")
+_DEVICE_PARTS = ("the position among the distinct tensors", "shape", "dtype", "requires_grad", "sharding", "class", "attributes")
 
 
 class Signature(NamedTuple):
-    """What one call's arguments are.
+    """The signature of one call, and its arguments.
 
     Attributes:
-        key: equal for calls that may run the same program.
-        buffers: of the device tensors, each once.
+        key: equal for calls that can run the same program.
+        buffers: buffers of the device tensors, each once.
         hosts: the CPU tensors.
-        args, kwargs: the arguments, where each view is a tensor of its own.
-        copied: for each such view its base's buffer, and the position in `buffers` of the tensor that stands for it.
+        args, kwargs: the arguments, with a new tensor in place of each view.
+        copied: for each such view, the buffer of its base, and the position in `buffers` of the new tensor.
         numbers: the Python numbers among the leaves that are inputs of the program, by position.
     """
 
@@ -64,13 +64,18 @@ def signature(
 ) -> Signature:
     """The signature of a call.
 
-    Tensors enter the key by shape, dtype, requires_grad, sharding and by which of them are the same; other values by type
-    and value. A tensor that is also state of the function (`state`: buffers by id) enters it by identity. Objects of the classes `holders`
-    are containers. Numbers at the positions `varying` (by tree) enter it by type alone. Of what Python code gave to tensors it has the
-    `attributes` with these names.
+    The key has the shape, dtype, requires_grad, sharding, class and gradient kind of tensors, which of them are the same tensor, and the
+    type and value of other arguments.
+
+    Args:
+        args, kwargs: the call's arguments.
+        state: by id, buffers that are state of the function. Such a tensor enters the key by identity.
+        holders: classes whose instances are containers even if they have no tensor attribute.
+        varying: by structure of the arguments, the positions of numbers that enter the key by type only.
+        attributes: names of the Python attributes of tensors that enter the key.
 
     Raises:
-        TraceError: an argument is neither a tensor, a container nor hashable, so a change of it could not be seen.
+        TraceError: an argument is not a tensor, a container or hashable, so a change of it would not be noticed.
     """
     flat, tree, shape = _flattened(args, kwargs, holders)
     key: list[Any] = [shape, *modes()]
@@ -86,7 +91,7 @@ def signature(
                 numbers[index] = value
             key.append((type(value), VARIES) if is_input else _static(value))
             continue
-        try:  # few looks: a tensor's device is a new object each time
+        try:  # faster than `value.device`, which is a new object each time
             buffer: Buffer | None = getattr(value.untyped_storage(), "spmd_buffer", None)
         except (NotImplementedError, RuntimeError):  # no storage: a sparse tensor
             buffer = None
@@ -116,8 +121,10 @@ def signature(
 
 
 def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any, Any]:
-    """The leaves of a call's arguments, their tree, and what stands for it in the key: of tensors alone, the usual arguments of a
-    step, both are their number."""
+    """The leaves of a call's arguments, their tree, and the key's part for the tree.
+
+    If all arguments are tensors, as usual for a training step, tree and key are their number.
+    """
     if not kwargs and all(map(isinstance, args, _TENSOR)):
         return list(args), len(args), len(args)
     flat, tree, _ = flatten((args, kwargs), classes=holders)
@@ -126,7 +133,7 @@ def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[A
 
 
 def changed_positions(old: Any, new: Any) -> set[int]:
-    """The positions of the leaves in which two keys differ, if all of these are numbers of one type each."""
+    """The positions of the leaves in which two keys differ, if each of them is a number of the same type in both; else an empty set."""
     first = 1 + len(_MODES)
     if old[:first] != new[:first] or len(old) != len(new):
         return set()
@@ -137,7 +144,7 @@ def changed_positions(old: Any, new: Any) -> set[int]:
 
 
 def changed_signature(old: Any, new: Any) -> str | None:
-    """What differs between two keys, in words; None if they are equal."""
+    """A description of the first difference between two keys; None if they are equal."""
     if old == new:
         return None
     if old[0] != new[0]:
@@ -157,12 +164,12 @@ def changed_signature(old: Any, new: Any) -> str | None:
 
 
 def _gradient(value: torch.Tensor) -> Any:
-    """The key's part for an argument that requires a gradient: the kind of gradient it has, or None; its hooks, which the trace runs."""
+    """The key's part for an argument that requires a gradient: the kind of its gradient or None, and its hooks, which a trace runs."""
     if value.grad_fn is not None and torch.is_grad_enabled():
         raise TraceError(
             message(
                 f"an argument of shape {tuple(value.shape)} was computed from tensors that require gradients",
-                "a gradient does not flow out of a compiled function into the graph of its argument",
+                "a gradient cannot flow out of a compiled function into the graph of its argument",
                 fix="pass x.detach(), or compute it inside the function",
             )
         )
@@ -172,7 +179,7 @@ def _gradient(value: torch.Tensor) -> Any:
 
 
 class _Itself:
-    """An object as part of a key: equal to itself alone."""
+    """A key part that compares an object by identity."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -188,7 +195,7 @@ class _Itself:
 
 
 def _attributes(tensor: torch.Tensor, names: Collection[str]) -> tuple[Any, ...]:
-    """The attributes of a tensor that the function reads, by value where they are plain."""
+    """The key's part for attributes of a tensor: plain values by value, other objects by identity."""
     if not names:
         return ()
     held = vars(tensor)
@@ -217,30 +224,30 @@ def _static(value: Any) -> tuple[Any, Any]:
 
 
 def modes() -> tuple[Any, ...]:
-    """What of torch's own state decides what a function computes."""
+    """The global state of torch, and the number of registered lowerings, that determine what a function computes."""
     autocast = torch.get_autocast_dtype("jax") if torch.is_autocast_enabled("jax") else False
     grads = torch.is_grad_enabled(), torch.get_default_dtype()
     return *grads, autocast, torch.is_inference_mode_enabled(), num_lowerings(), _around()
 
 
 def _around() -> tuple[Any, ...]:
-    """The modes and hooks around a call that see the operators of a function, or what these save for their gradients."""
+    """The active torch function modes and dispatch modes, and the saved-tensors hooks."""
     hooks = top_saved_tensors_default_hooks(True)
     num_of_functions, num_of_operators = num_torch_function_modes(), num_torch_dispatch_modes()
     if hooks is None and not num_of_functions and not num_of_operators:
         return ()
     found = (*map(function_mode_at, range(num_of_functions)), *map(dispatch_mode_at, range(num_of_operators)))
-    ours = (type(mode).__module__.startswith("spmd.") for mode in found)  # which change nothing that a program computes
+    ours = (type(mode).__module__.startswith("spmd.") for mode in found)  # these do not change what a program computes
     return *(_mode(mode) for mode, is_ours in zip(found, ours, strict=True) if not is_ours), *map(_hook, hooks or ())
 
 
 def _mode(mode: Any) -> Any:
-    """What a mode is compared by: a user's by identity, since the function may read its state and write to it."""
+    """The key of a mode. A user's mode is compared by identity, since the function may read and write its state."""
     return (DeviceContext, mode.device) if isinstance(mode, DeviceContext) else mode
 
 
 def _hook(hook: Any) -> Any:
-    """What a hook of saved tensors is compared by; `save_on_cpu` makes others for every block."""
+    """The key of a saved-tensors hook: by code and closure where possible, since `save_on_cpu` creates new functions for every block."""
     cells = getattr(hook, "__closure__", None) or ()
     held = tuple(cell.cell_contents for cell in cells)
     return (
