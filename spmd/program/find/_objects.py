@@ -30,7 +30,7 @@ ITEMS = "items of the container itself"
 
 
 class Compiled:
-    """Base class of compiled functions. An object with a compiled method is not a container: it is state, which the program finds by name."""
+    """Base class of compiled functions. An object with a compiled method is not a container: the program finds it by name, as state."""
 
 
 class NewContainerTypes(TraceAgain):
@@ -79,10 +79,10 @@ def flatten(value: Any, known: Sequence[Any] = (), classes: Collection[type] = f
         known: objects that are flattened too and get the first numbers, whether or not they occur in `value`.
         classes: classes whose instances are containers even if they have no device tensor.
     """
-    return _taken_apart(value, known, lambda leaf: type(leaf) in classes or is_holder(leaf))
+    return _flattened(value, known, lambda leaf: type(leaf) in classes or is_holder(leaf))
 
 
-def _taken_apart(value: Any, known: Sequence[Any], is_container: Callable[[Any], bool]) -> Flat:
+def _flattened(value: Any, known: Sequence[Any], is_container: Callable[[Any], bool]) -> Flat:
     leaves: list[Any] = []
     objects = list(known)
     numbers = {id(o): i for i, o in enumerate(objects)}
@@ -134,7 +134,7 @@ class EmptyContainers:
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._objects = [leaf for leaf in leaves if _may_hold(leaf)]
-        self._before = _taken_apart(None, self._objects, _may_hold)
+        self._before = _flattened(None, self._objects, _may_hold)
 
     def require_empty(self) -> None:
         """Check after a trace that they still have no tensors.
@@ -142,7 +142,7 @@ class EmptyContainers:
         Raises:
             NewContainerTypes: they have. Their contents are restored first.
         """
-        now = _taken_apart(None, self._objects, _may_hold).objects if self._objects else []
+        now = _flattened(None, self._objects, _may_hold).objects if self._objects else []
         classes = frozenset(type(o) for o in now if is_holder(o))
         if classes:
             unflatten(self._before.leaves, self._before.tree, self._before.objects)

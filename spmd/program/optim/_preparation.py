@@ -97,7 +97,7 @@ def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> 
         _trace_initial_state(optimizer, missing)
     for parameter, state in optimizer.state.items():
         if is_device_tensor(parameter) and isinstance(state, dict):
-            _settle(optimizer, parameter, state)
+            _lay_out(optimizer, parameter, state)
     return [p for p in missing if optimizer.state.get(p)]
 
 
@@ -173,7 +173,7 @@ def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
                     optimizer.state[p]["momentum_buffer"] = wrap_unset(tuple(p.shape), to_numpy_dtype(p.dtype))
 
 
-def _settle(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+def _lay_out(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Move the counters of one parameter's state to the device, and lay out its tensors by `_state_rules`."""
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -232,7 +232,7 @@ class _InitialStateRecorder:
         self.finite: list[tuple[str, Any]] = []
         self.platform = self.reduce_dtype = self.axes = None
         self._state = optimizer.state
-        self._waiting_for = missing if _is_torchs(optimizer) else []
+        self._waiting_for = missing if _is_of_torch(optimizer) else []
 
     def born(self, buffer: Buffer) -> None:
         self.first[buffer] = buffer.value
@@ -320,26 +320,26 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         for p, grad in zip(missing, grads, strict=True):
             p.grad = wrap(grad)
         with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_StateComplete):
-            _step_alone(optimizer)
+            _separate_step(optimizer)
 
     def first_step(values: list[Any], grads: list[Any]) -> list[Any]:
         step_from(values, grads)
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
         first = [births.first[buffer_of(v)] for _, _, v in made]
-        if made and not _is_torchs(optimizer):
+        if made and not _is_of_torch(optimizer):
             if not all(is_whole(state, buffer_of(state)) for _, _, state in made):
                 raise TraceError("a state tensor is a view of another tensor, or is not contiguous")
-            left = _left_by(optimizer, missing)
+            left = _values_after_step(optimizer, missing)
             births.put_back()
             for (_, _, state), value in zip(made, first, strict=True):
                 buffer_of(state).value = value
             step_from(values, grads)
-            if not _are_same(left, _left_by(optimizer, missing)):
+            if not _are_equal(left, _values_after_step(optimizer, missing)):
                 raise TraceError("the first step writes to its state before it updates it")
         return first
 
-    with _as_before(optimizer, [*missing, *others], births, made):
+    with _restored(optimizer, [*missing, *others], births, made):
         try:
             with exact_dtypes():
                 given = [jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting]
@@ -348,14 +348,14 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         except TraceAgain:
             raise
         except Exception as error:
-            if not isinstance(error, TraceError) and _is_torchs(optimizer):
+            if not isinstance(error, TraceError) and _is_of_torch(optimizer):
                 raise
             made.clear()  # the state depends on values, or the step needs a closure: the function's first traced step creates it
             return
-    _fill_births(optimizer, made, jaxpr, births.existing)
+    _store_first_values(optimizer, made, jaxpr, births.existing)
 
 
-def _left_by(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> list[tuple[Any, Any]]:
+def _values_after_step(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> list[tuple[Any, Any]]:
     """The traced values of the parameters and their state after a step, each with its key; None for a parameter."""
     found: list[tuple[Any, Any]] = [(None, buffer_of(p).value) for p in params]
     for p in params:
@@ -363,20 +363,20 @@ def _left_by(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> li
     return found
 
 
-def _are_same(left: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+def _are_equal(left: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
     return [key for key, _ in left] == [key for key, _ in other] and all(
         is_same_value(one, two) for (_, one), (_, two) in zip(left, other, strict=True)
     )
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _step_alone(optimizer: torch.optim.Optimizer) -> None:
+def _separate_step(optimizer: torch.optim.Optimizer) -> None:
     """Run one step, and undo all writes to Python objects by a user's optimizer or a hook except those to the optimizer's state."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if _is_torchs(optimizer) and not any(hooks):
+    if _is_of_torch(optimizer) and not any(hooks):
         optimizer.step()
         return
     with recorded(ignored={id(d) for d in (optimizer.state, *optimizer.state.values()) if isinstance(d, dict)}) as reads:
@@ -384,7 +384,7 @@ def _step_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _as_before(
+def _restored(
     optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _InitialStateRecorder, made: list[Any]
 ) -> Generator[None]:
     """Context for the trace of a first step. It restores flags, gradients, memory and values, and all state except that in `made`."""
@@ -419,7 +419,7 @@ def _as_before(
                 del optimizer.state[p]
 
 
-def _fill_births(
+def _store_first_values(
     optimizer: torch.optim.Optimizer, made: list[tuple[torch.Tensor, str, torch.Tensor]], closed: Any, existing: set[int]
 ) -> None:
     """Give the new state tensors their first values and their sharding, and remove state whose first values depend on other values.

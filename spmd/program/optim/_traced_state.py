@@ -52,7 +52,7 @@ class TracedState:
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._kept = [_Kept(optimizer) for optimizer in optimizers]
+        self._kept = [_Snapshot(optimizer) for optimizer in optimizers]
         self.born: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.effects: list[Action] = []
         self._parts: dict[Buffer, list[tuple[int, int]]] = {}  # (first, last) element of each view of a buffer that became state
@@ -89,19 +89,19 @@ class TracedState:
                 continue
             if not is_device_tensor(value):
                 if any(is_device_tensor(part) and is_newborn(buffer_of(part)) for part in all_in(value)):
-                    raise _made_in_container(optimizer, key, value)
-                self.effects.append(partial(_set_number, optimizer, owner, key, _of_a_call(optimizer, key, value, before.get(key))))
+                    raise _in_container(optimizer, key, value)
+                self.effects.append(partial(_set_number, optimizer, owner, key, _value_per_call(optimizer, key, value, before.get(key))))
             elif is_device_tensor(before.get(key)):
                 raise OptimizerAsObject([optimizer])
             elif not isinstance(owner, torch.Tensor):
-                raise _made_for_no_parameter(optimizer, owner, key)
+                raise _without_parameter(optimizer, owner, key)
             elif is_newborn(buffer_of(value)):
                 if not is_whole(value, buffer_of(value)):  # for example one tensor of a stack that was computed together
-                    value = self._alone(optimizer, key, value)
+                    value = self._copied_view(optimizer, key, value)
                 self.born.append((owner, value))
                 self.effects.append(lambda owner=owner, key=key, value=value: _set(optimizer, owner, key, value))
 
-    def _alone(self, optimizer: torch.optim.Optimizer, key: Any, value: torch.Tensor) -> torch.Tensor:
+    def _copied_view(self, optimizer: torch.optim.Optimizer, key: Any, value: torch.Tensor) -> torch.Tensor:
         """A view of a tensor, copied to a tensor of its own."""
         first, buffer = int(value.storage_offset()), buffer_of(value)
         last = first + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
@@ -115,7 +115,7 @@ class TracedState:
             return value.detach().clone(memory_format=torch.contiguous_format)
 
 
-class _Kept:
+class _Snapshot:
     """A snapshot of an optimizer's state.
 
     Attributes:
@@ -172,7 +172,7 @@ def _set_number(optimizer: torch.optim.Optimizer, owner: Any, key: Any, evaluate
     return _set(optimizer, owner, key, evaluate())
 
 
-def _of_a_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: Any) -> Callable[[], Any]:
+def _value_per_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: Any) -> Callable[[], Any]:
     """A function that returns a Python value of the state for each call, with numbers computed from those of the call.
 
     Raises:
@@ -181,11 +181,11 @@ def _of_a_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: A
     if isinstance(value, Varying):
         return value.evaluate
     if type(value) in (tuple, list) and any(map(_has_number, value)):
-        parts = [_of_a_call(optimizer, key, part, None) for part in value]
+        parts = [_value_per_call(optimizer, key, part, None) for part in value]
         kind = type(value)
         return lambda: kind(part() for part in parts)
     if type(value) is dict and any(map(_has_number, value.values())):
-        named = {name: _of_a_call(optimizer, key, part, None) for name, part in value.items()}
+        named = {name: _value_per_call(optimizer, key, part, None) for name, part in value.items()}
         return lambda: {name: part() for name, part in named.items()}
     if not isinstance(value, torch.SymFloat):
         return lambda: value
@@ -211,7 +211,7 @@ def _has_number(value: Any) -> bool:
     return isinstance(value, (Varying, torch.SymFloat))
 
 
-def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> TraceError:
+def _without_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> TraceError:
     name = type(optimizer).__name__
     place = f"self.state[{key!r}]" if owner is None else f"self.state[{owner!r}][{key!r}]"
     return TraceError(
@@ -223,7 +223,7 @@ def _made_for_no_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: An
     )
 
 
-def _made_in_container(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> TraceError:
+def _in_container(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> TraceError:
     name = type(optimizer).__name__
     return TraceError(
         message(

@@ -85,7 +85,7 @@ class _Dicts:
         self.ranks[index].append(rank)
 
 
-class _Seen(NamedTuple):
+class _Snapshot(NamedTuple):
     """The values at a time when all guards were satisfied."""
 
     versions: list[int]
@@ -104,7 +104,7 @@ class Guards:
         self._numbers, self._values, self._blank = _Columns(), _Columns(), _Columns()
         self._part_readers, self._part_holders, self._part_ranks = list[Read](), list[Any](), list[int]()
         self._is_arranged = False
-        self._known: _Seen | None = None
+        self._known: _Snapshot | None = None
         self._known_items: list[Any] = []  # the values and parts of `_known`, concatenated
 
     def add(
@@ -157,7 +157,7 @@ class Guards:
 
     def reason(self) -> str | None:
         """The first reason to retrace, or None if all guards are satisfied."""
-        if self._is_as_known():
+        if self._is_unchanged():
             for rank in self._always:
                 reason = self._guards[rank]()
                 if reason is not None:
@@ -183,7 +183,7 @@ class Guards:
                 columns.arrange()
             self._is_arranged = True
 
-    def _is_as_known(self) -> bool:
+    def _is_unchanged(self) -> bool:
         known = self._known
         if known is None or any(self._empty.dicts):
             return False
@@ -199,15 +199,15 @@ class Guards:
         except _GONE:
             return False
 
-    def _seen(self) -> _Seen | None:
+    def _seen(self) -> _Snapshot | None:
         """The current values; None if one cannot be read any more."""
         try:
             parts = list(map(list, map(_call, self._part_readers, self._part_holders)))
-            return _Seen(list(map(_version, self._dicts.dicts)), list(self._numbers.now()), list(self._values.now()), parts)
+            return _Snapshot(list(map(_version, self._dicts.dicts)), list(self._numbers.now()), list(self._values.now()), parts)
         except _GONE:
             return None
 
-    def _differing(self, now: _Seen) -> set[int]:
+    def _differing(self, now: _Snapshot) -> set[int]:
         """Ranks of the guards with a value that differs from the last satisfied state. Columns that are equal as a whole are skipped."""
         known = self._known
         if known is None:

@@ -178,14 +178,14 @@ def _gradient(value: torch.Tensor) -> Any:
     return (kind, *hooks) if hooks else kind
 
 
-class _Itself:
+class _ByIdentity:
     """A key part that compares an object by identity."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self._value is other._value
+        return isinstance(other, _ByIdentity) and self._value is other._value
 
     def __hash__(self) -> int:
         return id(self._value)
@@ -200,7 +200,7 @@ def _attributes(tensor: torch.Tensor, names: Collection[str]) -> tuple[Any, ...]
         return ()
     held = vars(tensor)
     return tuple(
-        (name, type(held[name]), exactly(held[name]) if _is_plain(held[name]) else _Itself(held[name]))
+        (name, type(held[name]), exactly(held[name]) if _is_plain(held[name]) else _ByIdentity(held[name]))
         for name in sorted(names)
         if name in held
     )
@@ -227,10 +227,10 @@ def modes() -> tuple[Any, ...]:
     """The global state of torch, and the number of registered lowerings, that determine what a function computes."""
     autocast = torch.get_autocast_dtype("jax") if torch.is_autocast_enabled("jax") else False
     grads = torch.is_grad_enabled(), torch.get_default_dtype()
-    return *grads, autocast, torch.is_inference_mode_enabled(), num_lowerings(), _around()
+    return *grads, autocast, torch.is_inference_mode_enabled(), num_lowerings(), _active_modes()
 
 
-def _around() -> tuple[Any, ...]:
+def _active_modes() -> tuple[Any, ...]:
     """The active torch function modes and dispatch modes, and the saved-tensors hooks."""
     hooks = top_saved_tensors_default_hooks(True)
     num_of_functions, num_of_operators = num_torch_function_modes(), num_torch_dispatch_modes()

@@ -61,7 +61,7 @@ class TraceState:
         written: buffers that the program writes, including arguments.
         copies: step counters that get the new value of another counter. See Note [Equal counters].
         slots: gradients from before the trace, by buffer: the tensor whose current gradient a call takes in its place.
-        held: state in Python variables to which the function assigns new tensors.
+        held: tensors and containers that the function replaces in every call, each with the variable, attribute or item where it is.
         born: (parameter, tensor) of optimizer state that the function created. Outputs of the program, after the gradients.
     """
 

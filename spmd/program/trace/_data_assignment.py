@@ -26,7 +26,7 @@ class DataAssignments:
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._kept = [(name, t, _shown(t), num_sharing(t)) for name, t in named]
+        self._kept = [(name, t, _memory_of(t), num_sharing(t)) for name, t in named]
         self._old: dict[int, torch.Tensor] = {}
         self.replaced: list[tuple[str, torch.Tensor]] = []
 
@@ -36,8 +36,8 @@ class DataAssignments:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for _, t, shown, _ in self._kept:
-            if _shown(t) != shown:
+        for _, t, memory, _ in self._kept:
+            if _memory_of(t) != memory:
                 t.data = self._old[id(t)]
         self._old = {}
 
@@ -47,7 +47,7 @@ class DataAssignments:
         Raises:
             TraceError: a tensor got another shape or dtype, or shares memory with another one, so an in-place update would differ.
         """
-        changed = [(name, t, count) for name, t, shown, count in self._kept if _shown(t) != shown]
+        changed = [(name, t, count) for name, t, memory, count in self._kept if _memory_of(t) != memory]
         groups: dict[Buffer, list[torch.Tensor]] = {}
         for name, t, count in changed:
             old = self._old[id(t)]
@@ -56,7 +56,7 @@ class DataAssignments:
             if count > 1:
                 raise _refused(name, "another tensor shares its old memory")
             groups.setdefault(buffer_of(t), []).append(t)
-        unchanged = {buffer_of(t) for _, t, shown, _ in self._kept if _shown(t) == shown}
+        unchanged = {buffer_of(t) for _, t, memory, _ in self._kept if _memory_of(t) == memory}
         for name, t, _ in changed:
             buffer = buffer_of(t)
             if buffer in unchanged or (len(groups[buffer]) > 1 and leaves_whole(groups[buffer], buffer)):
@@ -81,7 +81,7 @@ class DataAssignments:
             guards.add(check)
 
 
-def _shown(tensor: torch.Tensor) -> Any:
+def _memory_of(tensor: torch.Tensor) -> Any:
     """The storage of a tensor, and its view of it: equal as long as the tensor has the same memory."""
     return id(buffer_of(tensor)), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 

@@ -95,7 +95,7 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
 
     Small tensors, such as counters and flags, are restored.
     """
-    before = [(name, t, *_seen(t)) for name, t in tensors]
+    before = [(name, t, *_version_and_copy(t)) for name, t in tensors]
     failed = True
     try:
         yield
@@ -118,7 +118,7 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
             )
 
 
-def _seen(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
+def _version_and_copy(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
     """The version of a tensor, and a copy if it is small. An inference tensor has no version, and is always copied."""
     version = None if tensor.is_inference() else tensor._version
     return version, tensor.detach().clone() if version is None or tensor.numel() <= _SMALL else None

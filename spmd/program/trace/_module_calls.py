@@ -113,7 +113,7 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         if get_ident() != thread:
             return
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise _searches()
+            raise _lbfgs()
         if all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
             raise Undiscovered(optimizer)
         recorder.note_step(optimizer)
@@ -125,7 +125,7 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         handle.remove()
 
 
-def _searches() -> TraceError:
+def _lbfgs() -> TraceError:
     return TraceError(
         message(
             "LBFGS cannot step inside a compiled function",

@@ -199,14 +199,14 @@ class Trace:
                     stack.enter_context(patch())
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
-                reads = self.reads = stack.enter_context(recorded(*self._known_to_reads()))
+                reads = self.reads = stack.enter_context(recorded(*self._recording_arguments()))
                 reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
                 reads.fixes_indices, reads.has_own_context = self.settings.fixes_indices, self.settings.has_own_context
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), Switches() as switches:
                     run_in = copy_context().run if self.settings.has_own_context else _call
                     result = run_in(reads.run, self.fn, *args, **kwargs)
-                self._require_this_way(recorder, reads)
+                self._require_no_other_settings(recorder, reads)
                 effects = [*map(containers.of_tensor, run_in(reads.effects)), *containers.effects()]
                 optim.note(recorder.newborn.__contains__)
                 self.torch_state.memory.write_back()
@@ -226,7 +226,7 @@ class Trace:
                 raise gradients.stale() from error
             raise
         except (TypeError, IndexError, AttributeError, RuntimeError) as error:
-            self._raise_meant(error, recorder)
+            self._translate_error(error, recorder)
             raise
         finally:
             recording.reset(token)
@@ -235,13 +235,13 @@ class Trace:
             recorder.put_back()
             gradients.drop()
 
-    def _require_this_way(self, recorder: TraceRecorder, reads: Recording) -> None:
+    def _require_no_other_settings(self, recorder: TraceRecorder, reads: Recording) -> None:
         """Raise TraceAgain if the trace must be repeated with other settings."""
         if not (names := reads.attribute_names(self.arguments.containers.tensors)) <= self.settings.attributes:
             raise AttributesNeeded(names)
         require_known_state(recorder, self.found)
 
-    def _raise_meant(self, error: Exception, recorder: TraceRecorder) -> None:
+    def _translate_error(self, error: Exception, recorder: TraceRecorder) -> None:
         """Translate an exception of the function: raise TraceAgain if a number should be a Python number, or an error with a fix.
 
         No exception is bound to a name: it would keep its frame alive, and the frame the values of the function.
@@ -274,7 +274,7 @@ class Trace:
         counters, platform = self.torch_state.counters, self.options.platform
         return TraceRecorder(words, inputs, draws, counters, platform=platform, known=self.known, has_counts=counts)
 
-    def _known_to_reads(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
+    def _recording_arguments(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
         """What the recording must know: names of modules, by id; the module of each dict of a module, by id of the dict; and ids of objects
         whose reads and writes are not recorded (copies of arguments, optimizer state)."""
         modules = list(self.found.all_modules())
@@ -289,7 +289,7 @@ class Trace:
     def _left(self, result: Any, effects: list[Effect]) -> FunctionLeft:
         """The function's results and written values, taken apart and classified."""
         arguments, recorder = self.arguments, self.recorder
-        flat, nodes, refs = self._taken_apart(result, effects)
+        flat, nodes, refs = self._flattened_results(result, effects)
         for value in flat:
             if is_device_tensor(value) and (why := recorder.unwritable.get(buffer_of(value))) is not None:
                 raise why
@@ -308,7 +308,7 @@ class Trace:
         self.numbers.stand_ins = {}
         return FunctionLeft(results.leaves, nodes, refs, results.returned, effects, arrays)
 
-    def _taken_apart(self, result: Any, effects: list[Effect]) -> tuple[list[Any], list[Node], list[int]]:
+    def _flattened_results(self, result: Any, effects: list[Effect]) -> tuple[list[Any], list[Node], list[int]]:
         """The leaves, nodes and refs of the result, of the written values, and of the contents of the objects among the arguments."""
         taken = OutputTree(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value))
         refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in effects)]
