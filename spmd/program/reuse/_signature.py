@@ -62,13 +62,9 @@ def signature(
     varying: Mapping[Any, Collection[int]] = MappingProxyType({}),
     attributes: Collection[str] = (),
 ) -> Signature:
-    """The signature of a call.
-
-    The key has the shape, dtype, requires_grad, sharding, class and gradient kind of tensors, which of them are the same tensor, and the
-    type and value of other arguments.
+    """The signature of a call. Its key has the metadata of tensors, which of them are one, and the type and value of other arguments.
 
     Args:
-        args, kwargs: the call's arguments.
         state: by id, buffers that are state of the function. Such a tensor enters the key by identity.
         holders: classes whose instances are containers even if they have no tensor attribute.
         varying: by structure of the arguments, the positions of numbers that enter the key by type only.

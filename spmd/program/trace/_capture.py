@@ -63,13 +63,10 @@ def capture(
     """Trace `fn(*args, **kwargs)` once.
 
     Args:
-        found: the modules, tensors and optimizers that the function can reach; the optimizers are prepared.
-        settings: settings that earlier traces have found.
-        keep_grads: gradients left on leaf tensors become outputs of the program.
-        debug_nans: for each module that runs, the program also outputs whether its outputs are finite.
+        found, settings: what the function can reach, with prepared optimizers; the settings that earlier traces have found.
+        keep_grads, debug_nans: see `TraceOptions`.
         is_stacked: each argument is the first element of a stack, and results will be stacked.
-        varying: places of the Python numbers that are inputs.
-        arguments: the numbers among the arguments that are inputs, by position.
+        varying, arguments: the Python numbers that are inputs: their places, and those among the arguments by position.
 
     Raises:
         TraceAgain: the function must be traced with other settings.

@@ -171,15 +171,9 @@ class Trace:
     def run(self, buffers: list[Buffer], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
         """Install tracers, run the user's function, collect outputs, and restore all state. jax calls this.
 
-        Args:
-            buffers: those of `shapes`, followed by those of the device tensors among the arguments.
-            shapes: tracers of the buffers without an array (see `waiting_for_topology`).
-            values: tracers of the device tensors, then of the CPU tensors among the arguments.
-            vector: tracer of the numbers that are inputs.
-            words: tracer of the random state.
-
-        Returns:
-            Outputs, new values of the written buffers, and gradients and optimizer state that are kept.
+        `buffers` are the buffers without an array (see `waiting_for_topology`), with the tracers `shapes`, and then those of the device
+        arguments. `values` are the tracers of device arguments and then of CPU arguments. `vector` is the tracer of the numbers that are
+        inputs, `words` that of the random state. Returns outputs, new values of written buffers, and new gradients and optimizer state.
         """
         values, gradients, optim = [*shapes, *values], self.torch_state.gradients, self.torch_state.optim
         inputs = dict(zip(map(identity_of, self.arguments.hosts), values[len(buffers) :], strict=True))
