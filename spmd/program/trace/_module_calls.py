@@ -191,7 +191,9 @@ def restore_functorch() -> Generator[None]:
         yield
     except BaseException as error:
         found: BaseException | None = error
-        while found is not None:
+        seen: set[int] = set()
+        while found is not None and id(found) not in seen:  # causes can form a cycle: `raise kept from caught`, twice
+            seen.add(id(found))
             trace = found.__traceback__
             while trace is not None:
                 if trace.tb_frame.f_code is tensor_str.__code__:
