@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from spmd.base._torch import print_options
+from spmd.program.reads._library import is_recorded
 
 Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # as in `_outside`
 
@@ -129,6 +130,8 @@ def questions_of_text(value: Any, depth: int = 0) -> Iterator[Question]:
 
 def questions_of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
     """The settings that a call of a library function reads."""
+    if is_recorded(type(fn).__module__):  # an object of the user's, whose `__getattr__` must not run
+        return
     name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
     owner = getattr(fn, "__self__", None)
     if id(fn) in _TEXTS or name in _METHODS_OF_TEXT or (name in _NUMPYS_TEXTS and str(module).startswith("numpy")):
