@@ -115,6 +115,6 @@ def _register_location(stack: ExitStack) -> None:
         return _serialize._storage_on_device(storage, "jax") if location.partition(":")[0] == _TYPE else None
 
     registry: Any = package_registry
-    entry = (_serialize._BEFORE_TORCHS_OWN, lambda storage: None, restore)
+    entry = (_serialize._PRIORITY, lambda storage: None, restore)
     registry.insert(0, entry)
     stack.callback(registry.remove, entry)
