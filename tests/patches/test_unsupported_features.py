@@ -1,6 +1,5 @@
 """Unsupported features of PyTorch are refused with a replacement; names of torch.cuda and torch.accelerator answer honestly."""
 
-import copy
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,25 +11,8 @@ from torch import nn
 
 import spmd
 from spmd.patches._unsupported_features import INSTEAD
-from tests.oracle import assert_same
 
 jax_module: Any = torch.jax  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of a module that inductor imports
-def test_the_default_backend_is_ours_for_this_device_and_its_options_are_refused() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 3)
-    x = torch.ones(2, 3, requires_grad=True)
-    want = model(x).square().sum()
-    want.backward()
-    device, on_device = copy.deepcopy(model).to("jax"), x.detach().to("jax").requires_grad_()
-    found = torch.compile(device)(on_device).square().sum()
-    found.backward()
-    assert_same([found, on_device.grad, device.weight.grad], [want, x.grad, model.weight.grad])
-    with pytest.raises(Exception, match=r"a mode or options of inductor(?s:.*)triton.cudagraphs(?s:.*)fix: torch.compile\(fn\)"):
-        torch.compile(lambda x: x + 1, mode="reduce-overhead")(torch.ones(2, device="jax"))
-    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2, device="jax")).cpu().tolist() == [2.0, 2.0]
 
 
 def test_inductor_for_the_cpu_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
