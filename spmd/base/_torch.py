@@ -23,6 +23,11 @@ from mesh._mesh_errors import message
 TRIED, UNTRIED = "torch 2.11 to 2.15", "2.16"  # the tested versions, which have all these names, and the first untested one
 
 
+def is_registered_group(group: Any) -> bool:
+    """Whether torch.distributed has finished the creation of a process group."""
+    return group in torch.distributed.distributed_c10d._world.pg_map  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def torch_at_least(version: str) -> bool:
     """Whether the installed torch is this version or later. A pre-release counts as its release."""
     return Version(torch.__version__).release >= Version(version).release

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from spmd.base._errors import SpmdError, message
-from spmd.base._torch import pytree, work_of_future
+from spmd.base._torch import is_registered_group, pytree, work_of_future
 
 BACKEND = "spmd"
 _registered: list[bool] = []
@@ -61,7 +61,8 @@ class GroupOfOne(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("jax")]
+        """The devices of the group; none while torch creates it: torch 2.15 attaches a recorder in C++ to a group that has some."""
+        return [torch.device("jax")] if is_registered_group(self) else []
 
     def _get_backend(self, device: torch.device) -> GroupOfOne:
         """The backend for a device: one group serves all. C++ knows none for a group written in Python."""
