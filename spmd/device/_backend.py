@@ -28,7 +28,7 @@ from spmd.device._generator import made
 from spmd.device._kernels import Installed, install
 from spmd.device._only_device import NAME, require_only_device
 from spmd.device._random_stream import default_stream, share_seed
-from spmd.device._storage import recording
+from spmd.device._storage import Buffer, recording
 from spmd.patches import _embedding_bag, _unsupported_features
 from spmd.patches._table import current, is_expected, replace
 
@@ -213,6 +213,7 @@ def register() -> None:
     _installed.append(install())
     _number_arithmetic.install()
     _serialize.register()
+    fork.refuse(Buffer, "value")
     _addresses.register()
     _storage_bytes.register()
     _dlpack.register()

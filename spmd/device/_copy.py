@@ -16,7 +16,6 @@ import torch
 from spmd.base import _counters
 from spmd.base._convert import cast, exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd.base._errors import TraceError, called_at, message, user_line
-from spmd.base._fork import fork
 from spmd.base._jax import is_same_value, is_tracer, is_tracing, known_value
 from spmd.device._arrays import copied, fetched, moved
 from spmd.device._checks import Check
@@ -172,8 +171,6 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 def local_scalar_dense(self: torch.Tensor) -> Any:
     """`tensor.item()`: a Python number in eager code, or if a traced value follows from constants; otherwise a lifted number."""
-    if fork.is_bad:
-        raise fork.error()
     value = load(self)
     recorder = recording.get()
     if is_tracer(value) or recorder is not None:
@@ -207,8 +204,6 @@ def zero_(self: torch.Tensor) -> torch.Tensor:
 
 def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     """`torch.equal`: whether both have the same shape and values, as a Python bool."""
-    if fork.is_bad:
-        raise fork.error()
     if self.shape != other.shape:
         return False
     with exact_dtypes():

@@ -30,13 +30,13 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def new(cls: type[torch.UntypedStorage], *args: Any, device: Any = None, **kwargs: Any) -> torch.UntypedStorage:
-    """`torch.UntypedStorage(size)`, whose bytes are zero, or `torch.UntypedStorage(bytes)`."""
+    """`torch.UntypedStorage(size)`, whose bytes are zero, or `torch.UntypedStorage(bytes)`. torch checks the arguments, on the CPU."""
     if device is None or torch.device(device).type != "jax":
         return _torchs_new(cls, *args, **kwargs) if device is None else _torchs_new(cls, *args, device=device, **kwargs)
-    given = args[0] if args else 0
-    if isinstance(given, int):
-        return torch.zeros(given, dtype=torch.uint8, device="jax").untyped_storage()
-    return torch.tensor(list(given), dtype=torch.uint8, device="jax").untyped_storage()
+    host = _torchs_new(cls, *args, **kwargs)
+    if not args or isinstance(args[0], (int, torch.Tensor)):
+        return torch.zeros(host.nbytes(), dtype=torch.uint8, device="jax").untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(host).to("jax").untyped_storage()
 
 
 def get(self: torch.UntypedStorage, index: Any) -> int:
@@ -44,7 +44,7 @@ def get(self: torch.UntypedStorage, index: Any) -> int:
 
     Raises:
         SpmdError: the index is a slice, which would have to be a storage inside another one.
-        IndexError: the index is out of range.
+        IndexError, TypeError: the index is out of range, or is not an int.
     """
     if isinstance(index, slice):
         raise SpmdError(
@@ -54,22 +54,45 @@ def get(self: torch.UntypedStorage, index: Any) -> int:
                 fix="slice a tensor: torch.empty(0, dtype=torch.uint8, device='jax').set_(storage)[start:stop]",
             )
         )
-    return int(bytes_of(self)[_inside(self, index)])
+    if not isinstance(index, int):
+        raise TypeError(f"can't index a torch.UntypedStorage with {type(index).__name__}")
+    if not -self.nbytes() <= index < self.nbytes():
+        raise IndexError(f"index {index} out of range for storage of size {self.nbytes()}")
+    return int(bytes_of(self)[index])
 
 
-def put(self: torch.UntypedStorage, index: Any, value: int) -> None:
-    """Write one byte, or the bytes of a slice."""
-    bytes_of(self)[index if isinstance(index, slice) else _inside(self, index)] = value
+def put(self: torch.UntypedStorage, index: Any, value: Any) -> None:
+    """Write the lowest byte of an int to one byte or to a slice of them.
+
+    Raises:
+        RuntimeError: index and value are not ints, the index is out of range, or the slice has a step.
+    """
+    if not isinstance(value, int):
+        raise RuntimeError(f"can only set storage content with a int types, but got {type(value).__name__} instead")
+    if isinstance(index, slice):
+        start, stop, step = index.indices(self.nbytes())
+        if step != 1:
+            raise RuntimeError(f"Trying to slice with a step of {step}, but only a step of 1 is supported")
+        index = slice(start, stop)
+    elif not isinstance(index, int):
+        raise RuntimeError(f"can't index a torch.UntypedStorage with {type(index).__name__}")
+    elif not -self.nbytes() <= index < self.nbytes():
+        raise RuntimeError("out of bounds")
+    bytes_of(self)[index] = value & 0xFF
 
 
-def fill_(self: torch.UntypedStorage, value: int) -> torch.UntypedStorage:
-    """Set every byte to `value`."""
-    bytes_of(self).fill_(value)
+def fill_(self: torch.UntypedStorage, value: Any) -> torch.UntypedStorage:
+    """Set every byte to the lowest byte of an int."""
+    if not isinstance(value, int):
+        raise RuntimeError(f"fill_ expects int, but got {type(value).__name__}")
+    bytes_of(self).fill_(value & 0xFF)
     return self
 
 
 def copy_(self: torch.UntypedStorage, source: torch.UntypedStorage, non_blocking: bool | None = None) -> torch.UntypedStorage:
     """Copy the bytes of a storage of the same size, on any device."""
+    if not isinstance(source, torch.UntypedStorage):
+        raise TypeError(f"copy_(): argument 'src' (position 1) must be torch.Storage, not {type(source).__name__}")
     if self.nbytes() != source.nbytes():
         raise RuntimeError(f"size does not match, self was {self.nbytes()} bytes but src was {source.nbytes()} bytes")
     theirs = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
@@ -90,12 +113,6 @@ def _ours_on_device(torchs_own: Callable[..., Any], ours: Callable[..., Any]) ->
         return (ours if is_ours else torchs_own)(self, *args, **kwargs)
 
     return method
-
-
-def _inside(self: torch.UntypedStorage, index: int) -> int:
-    if not -self.nbytes() <= index < self.nbytes():
-        raise IndexError(f"index {index} out of range for storage of size {self.nbytes()}")
-    return index
 
 
 _torchs_new: Any = torch.UntypedStorage.__new__

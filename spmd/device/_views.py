@@ -283,6 +283,9 @@ def _reshaped(array: Any, shape: Shape) -> Any:
     return array if array.shape == shape else lax.reshape(array, shape)
 
 
+_PARTS = {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}
+
+
 def reinterpreted(root: Any, dtype: np.dtype[Any]) -> Any:
     """The root reinterpreted as another dtype; its last dim grows or shrinks by the ratio of the element sizes."""
     if root.dtype == dtype:
@@ -290,14 +293,14 @@ def reinterpreted(root: Any, dtype: np.dtype[Any]) -> Any:
     if root.ndim == 0:
         root = root.reshape(1)
     *outer, last = root.shape
-    complex_of = {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}
-    if complex_of.get(root.dtype) == dtype:
-        parts = [lax.real(root)[..., None], lax.imag(root)[..., None]]
-        return lax.concatenate(parts, root.ndim).reshape(*outer, 2 * last)
-    if complex_of.get(dtype) == root.dtype:
-        pairs = root.reshape(*outer, last // 2, 2)
+    if root.dtype in _PARTS:  # jax bit-casts neither complex numbers nor bools
+        parts = lax.concatenate([lax.real(root)[..., None], lax.imag(root)[..., None]], root.ndim)
+        return reinterpreted(parts.reshape(*outer, 2 * last), dtype)
+    if dtype in _PARTS:
+        parts = reinterpreted(root, _PARTS[dtype])
+        pairs = parts.reshape(*outer, parts.shape[-1] // 2, 2)
         return lax.complex(pairs[..., 0], pairs[..., 1])
-    if root.dtype == np.bool_:  # jax does not bit-cast bools
+    if root.dtype == np.bool_:
         return reinterpreted(root.astype(np.uint8), dtype)
     if dtype == np.bool_:
         return reinterpreted(root, np.dtype(np.uint8)) != 0

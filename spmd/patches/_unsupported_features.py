@@ -5,6 +5,7 @@ A graph that `torch.compile(model)` gives to inductor, its default backend, is c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, message
+from spmd.base._torch import pytree
 from spmd.base._torch_late import dynamo_backend
 from spmd.patches._table import current, replace
 
@@ -52,8 +54,7 @@ def register() -> None:
     compile_fx, data_parallel = current(_COMPILER), current(_DATA_PARALLEL)
 
     def inductor(self: Any, model_: Any, inputs_: Any, **options: Any) -> Any:
-        state = chain(model_.parameters(), model_.buffers()) if isinstance(model_, torch.nn.Module) else ()
-        if not any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs_, state)):
+        if not _is_on_device(model_, inputs_):
             return compile_fx(self, model_, inputs_, **options)
         given = {**self.config, **(options.get("config_patches") or {})}
         if given:
@@ -78,6 +79,14 @@ def register() -> None:
 
     replace(_COMPILER, inductor)
     replace(_DATA_PARALLEL, __init__)
+
+
+def _is_on_device(graph: Any, inputs: Iterable[Any]) -> bool:
+    """Whether an input of a graph, a parameter, or a value that it computes is on this device: it may create its tensors itself."""
+    state = chain(graph.parameters(), graph.buffers()) if isinstance(graph, torch.nn.Module) else ()
+    nodes = graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ()
+    values = (pytree.tree_leaves(node.meta.get("example_value")) for node in nodes)
+    return any(isinstance(t, torch.Tensor) and t.device.type == "jax" for t in chain(inputs, state, chain.from_iterable(values)))
 
 
 __all__ = ["INSTEAD", "no_such_name", "register"]

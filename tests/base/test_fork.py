@@ -1,6 +1,7 @@
 """A forked process refuses the devices of the process that it was forked from, instead of crashing or waiting for ever."""
 
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,24 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import mesh
 import spmd
 
+pytestmark = pytest.mark.multidevice(num=8)
+
 double = spmd.compile(lambda x: x * 2)
+linear = torch.nn.Linear(4, 4).to("jax")
+
+
+@spmd.compile
+def made() -> torch.Tensor:
+    return torch.ones(3, device="jax")
+
+
+def ones(x: torch.Tensor) -> torch.Tensor:
+    return made()
+
+
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "operator": lambda x: x + 1,
     "in place": lambda x: x.add_(1),
@@ -24,6 +40,13 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "device copy": lambda x: torch.ones(3).to("jax"),
     "draw": lambda x: torch.rand(3, device="jax"),
     "compiled": double,
+    "compiled, without state": ones,
+    "mark": lambda x: spmd.mark_sharding(x, mesh.Mesh(range(8), (8,), ("data",)), (None,)),
+    "jax array": spmd.to_jax,
+    "gradient of a module": lambda x: linear(x).sum().backward(),
+    "storage": lambda x: x.untyped_storage().tolist(),
+    "save": lambda x: pickle.dumps(x),
+    "wait": lambda x: torch.accelerator.synchronize(),
 }
 
 
@@ -52,7 +75,7 @@ def answers(x: torch.Tensor) -> list[str]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
 def test_every_use_of_the_devices_is_refused_in_a_fork() -> None:
     x = torch.arange(4.0).to("jax")
-    assert double(x).tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert double(x).tolist() == [0.0, 2.0, 4.0, 6.0] and ones(x).tolist() == [1.0] * 3
     says = "device 'jax' cannot be used in a forked process: it has none of the threads that run the devices"
     assert answers(x) == [f"{name}: {says}" for name in USES]
     assert (x + 1).tolist() == [1.0, 2.0, 3.0, 4.0]  # this process goes on

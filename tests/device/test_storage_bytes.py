@@ -13,7 +13,7 @@ import spmd
 pytestmark = [pytest.mark.multidevice(num=8), pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")]
 USES: dict[str, Callable[[Any], Any]] = {
     "a size": lambda x: torch.UntypedStorage(4, device=x.device).nbytes(),
-    "no size": lambda x: torch.UntypedStorage(device=x.device).tolist(),
+    "empty": lambda x: torch.UntypedStorage(device=x.device).tolist(),
     "bytes": lambda x: torch.UntypedStorage([1, 2], device=x.device).tolist(),
     "typed": lambda x: torch.TypedStorage(4, device=x.device, dtype=torch.float32).fill_(2).tolist(),
     "for a worker's batch": lambda x: x._typed_storage()._new_shared(2, device=x.device).nbytes(),
@@ -26,6 +26,18 @@ USES: dict[str, Callable[[Any], Any]] = {
     "byteswap": lambda x: x.untyped_storage().byteswap(torch.float32),
     "deepcopy": lambda x: copy.deepcopy(x.untyped_storage()).fill_(1).tolist(),
     "out of range": lambda x: x.untyped_storage()[99],
+    "no int": lambda x: x.untyped_storage()[1.5],
+    "set out of range": lambda x: x.untyped_storage().__setitem__(99, 1),
+    "set slice": lambda x: x.untyped_storage().__setitem__(slice(2, 4), 63),
+    "set slice with a step": lambda x: x.untyped_storage().__setitem__(slice(0, 4, 2), 63),
+    "set no int": lambda x: x.untyped_storage().__setitem__(0, 1.5),
+    "set more than a byte": lambda x: x.untyped_storage().__setitem__(0, 300),
+    "fill with a negative": lambda x: x.untyped_storage().fill_(-1).nbytes(),
+    "fill with no int": lambda x: x.untyped_storage().fill_(1.5),
+    "size in a tensor": lambda x: torch.UntypedStorage(torch.tensor(3), device=x.device).nbytes(),
+    "no size": lambda x: torch.UntypedStorage(1.5, device=x.device),
+    "more than bytes": lambda x: torch.UntypedStorage([300, True], device=x.device).tolist(),
+    "copy of no storage": lambda x: x.untyped_storage().copy_(3),
     "another size": lambda x: x.untyped_storage().copy_(torch.ones(3).untyped_storage()),
 }
 
@@ -33,14 +45,23 @@ USES: dict[str, Callable[[Any], Any]] = {
 def outcome(use: Callable[[Any], Any], x: torch.Tensor) -> tuple[Any, list[float]]:
     try:
         found = use(x)
-    except (IndexError, RuntimeError) as error:
+    except (IndexError, RuntimeError, TypeError) as error:
         found = type(error), str(error)
     return found, x.cpu().untyped_storage().tolist()
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_as_on_the_cpu(use: Callable[[Any], Any]) -> None:
-    assert outcome(use, torch.arange(4.0).to("jax")) == outcome(use, torch.arange(4.0))
+    assert repr(outcome(use, torch.arange(4.0).to("jax"))) == repr(outcome(use, torch.arange(4.0)))  # NaN is itself
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("use", ["list", "set item", "fill", "deepcopy"])
+def test_of_every_dtype(use: str, dtype: torch.dtype) -> None:
+    def made(device: str) -> torch.Tensor:
+        return torch.tensor([1, 0, 2]).to(dtype).to(device)
+
+    assert repr(outcome(USES[use], made("jax"))) == repr(outcome(USES[use], made("cpu")))
 
 
 def test_a_sharded_and_padded_storage_is_filled() -> None:

@@ -260,3 +260,33 @@ def test_a_compiled_write_of_a_shifted_copy_reads_what_was_there_before() -> Non
 
     x = torch.arange(4, dtype=torch.int32).reshape(4, 1, 1)
     torch.testing.assert_close(spmd.compile(shifted)(x.to("jax")).cpu(), shifted(x))
+
+
+_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.bfloat16,
+    torch.int32,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes; of a bool whether they are zero, as the device has no other bools."""
+    seen = tensor.cpu().view(torch.uint8)
+    return seen != 0 if tensor.dtype == torch.bool else seen
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_values_computed_on_the_device_are_viewed_as_every_dtype(dtype: torch.dtype) -> None:
+    for other in _DTYPES:
+        host = torch.tensor([[1, 0, 2, 3] * 4, [0, 1, 1, 2] * 4]).to(dtype)
+        device = host.to("jax").clone()
+        view, want = device.view(other), host.view(other)
+        assert torch.equal(_bytes(view), _bytes(want)), other
+        view[0, 0], want[0, 0] = 1, 1
+        assert torch.equal(_bytes(device), _bytes(host)), other

@@ -31,5 +31,5 @@ def test_a_number_is_used_as_pythons(fn: Callable[..., Any], make: Callable[[flo
     for k in (0.25, 0.5, 0.75):
         number = make(k)
         ours = step(x.to("jax"), number.to("jax") if isinstance(number, torch.Tensor) else number)
-        torch.testing.assert_close([t.cpu() for t in ours], list(fn(x, number)), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+        torch.testing.assert_close([t.cpu() for t in ours], list(fn(x, number)), rtol=torch.finfo(dtype).eps, atol=0)
     assert step.num_traces <= 2 + 2 * (fn is of_an_argument)

@@ -1,6 +1,7 @@
 """The state of an optimizer, as its class and the user change it: in the step, and between two calls of one."""
 
 import collections
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import spmd
-from tests.oracle import assert_same
+from tests.oracle import assert_same, descend
 
 Edit = Callable[[Any, list[nn.Parameter]], None]
 
@@ -420,7 +421,7 @@ def test_state_that_no_call_could_go_on_with_is_refused_by_name(make: Callable[.
         _run(make, {}, "jax", 3)
 
 
-class Optional(nn.Module):
+class TwoLayers(nn.Module):
     """A model whose second layer runs only if it is switched on."""
 
     def __init__(self) -> None:
@@ -438,19 +439,11 @@ class Optional(nn.Module):
 def test_parameters_without_a_gradient_have_no_state_as_on_the_cpu(make: Any) -> None:
     def run(device: str, wrap: Any) -> list[Any]:
         torch.manual_seed(0)
-        model = Optional().to(device)
+        model = TwoLayers().to(device)
         optimizer, x = make(model.parameters()), torch.ones(2, 4).to(device)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        compiled, seen = wrap(step), list[Any]()
+        step, seen = wrap(lambda x: descend(model, optimizer, x)), list[Any]()
         for model.is_deep in (False, False, True, True, False):
-            seen.append((compiled(x), optimizer.state_dict()["state"]))
+            seen.append((step(x), copy.deepcopy(optimizer.state_dict()["state"])))
         return seen
 
     assert_same(run("jax", spmd.compile), run("cpu", lambda fn: fn))
