@@ -396,8 +396,7 @@ def store(tensor: torch.Tensor, value: Any) -> None:
     """Write `value` (of the tensor's shape; cast to its dtype) through the tensor to its storage."""
     buffer = buffer_of(tensor)
     dtype = to_numpy_dtype(tensor.dtype)
-    if value.dtype != dtype:
-        value = value.astype(dtype)
+    value = value if value.dtype == dtype else value.astype(dtype)
     if tensor.is_conj():
         value = value.conj()
     if tensor.is_neg():
@@ -408,6 +407,8 @@ def store(tensor: torch.Tensor, value: Any) -> None:
     root = buffer.get()
     with exact_dtypes():
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        if dtype == np.bool_ and root.dtype != dtype:  # as a root of bools, bytes that are not written would become 0 or 1
+            value, dtype = value.astype(np.uint8), np.dtype(np.uint8)
         flat = reinterpreted(root, dtype)
         new = plan_window(flat.shape, size, stride, offset).write(flat, value)
         new = reinterpreted(new, root.dtype).reshape(buffer.shape)

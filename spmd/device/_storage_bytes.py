@@ -89,7 +89,7 @@ def fill_(self: torch.UntypedStorage, value: Any) -> torch.UntypedStorage:
     return self
 
 
-def copy_(self: torch.UntypedStorage, source: torch.UntypedStorage, non_blocking: bool | None = None) -> torch.UntypedStorage:
+def copy_(self: torch.UntypedStorage, source: Any, non_blocking: bool | None = None) -> torch.UntypedStorage:
     """Copy the bytes of a storage of the same size, on any device."""
     if not isinstance(source, torch.UntypedStorage):
         raise TypeError(f"copy_(): argument 'src' (position 1) must be torch.Storage, not {type(source).__name__}")
