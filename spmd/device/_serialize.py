@@ -53,14 +53,19 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor with the values, strides, flags and attributes of the device tensor, over the one host copy of its storage."""
     if tensor.device.type != "jax":  # a marked tensor that is not on the device yet
         host = tensor.detach().as_subclass(torch.Tensor)
-        vars(host).update(vars(tensor))
+        vars(host).update(_kept_attributes(tensor))
         return host.requires_grad_(tensor.requires_grad)
     buffer = buffer_of(tensor)
     host = torch.empty(0, dtype=tensor.dtype)
     host.set_(_host_storage(buffer), tensor.storage_offset(), tensor.shape, tensor.stride())
     set_tensor_metadata(host, get_tensor_metadata(tensor))  # pending conjugation and negation
-    vars(host).update(vars(tensor) | plain_layouts(tensor))
+    vars(host).update(_kept_attributes(tensor) | plain_layouts(tensor))
     return host.requires_grad_(tensor.requires_grad)
+
+
+def _kept_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a tensor but for those of this package that mean something in this process alone, such as a DeviceMesh."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_spmd_")}
 
 
 def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:

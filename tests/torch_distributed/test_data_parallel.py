@@ -217,6 +217,22 @@ def test_a_state_dict_shows_placements_and_is_assigned_to_a_model_on_meta() -> N
     assert_same(torch.tensor(stepped(other, on_device())[0]), torch.tensor(stepped(host, data())[0]))
 
 
+def test_a_state_dict_in_a_file_is_plain_and_a_copy_of_a_model_trains_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    host = Stack()
+    model = sharded(copy.deepcopy(host), init_device_mesh("jax", (8,)))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt")  # weights only: no DeviceMesh is in the file
+    assert {type(value) for value in loaded.values()} == {torch.Tensor}
+    for twin in (copy.deepcopy(model), copy.copy(model)):
+        assert isinstance(twin, FSDPModule) and isinstance(twin.layers[0], FSDPModule)
+    twin = copy.deepcopy(model)
+    assert_same(torch.tensor(stepped(twin, on_device())[0]), torch.tensor(stepped(copy.deepcopy(host), data())[0]))
+    assert_same_model(model, host)
+    twin.load_state_dict(loaded)
+    assert_same_model(twin, host)
+
+
 @pytest.mark.parametrize("wrapped", [lambda m: sharded(m, None), lambda m: DistributedDataParallel(m, device_ids=[0])], ids=["fsdp", "ddp"])
 def test_a_batch_on_the_host_is_moved_as_in_torch(wrapped: Any) -> None:
     dist.init_process_group("spmd", init_method="spmd://")

@@ -7,6 +7,7 @@ written: a mean over the batch is the mean over the batches of all ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,6 +90,18 @@ class OneProgramModule(FSDPModule):
         theirs: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = theirs.__new__(theirs, *args, **kwargs)
         made.__init__(*args, **kwargs)
+        return made
+
+    def __copy__(self) -> Any:
+        """A unit with the attributes of this one. copy's own way would call `__new__` above, without arguments."""
+        made = nn.Module.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The same with copies of them."""
+        made = memo[id(self)] = nn.Module.__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
