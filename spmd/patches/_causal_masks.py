@@ -15,7 +15,7 @@ _TARGET = "torch.nn.modules.transformer._detect_is_causal_mask"
 
 
 @contextmanager
-def unknown_masks_taken() -> Generator[None]:
+def without_mask_reads() -> Generator[None]:
     """While active, a mask that only the program will know counts as not causal: the result is the same, as the mask is applied."""
     theirs = current(_TARGET)
 
@@ -28,4 +28,4 @@ def unknown_masks_taken() -> Generator[None]:
         yield
 
 
-__all__ = ["unknown_masks_taken"]
+__all__ = ["without_mask_reads"]

@@ -137,7 +137,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.nn.modules.transformer._detect_is_causal_mask",
         "the original branches on the values of a mask, to choose a faster kernel",
         "spmd/patches/_causal_masks.py",
-        "spmd.patches._causal_masks.unknown_masks_taken",
+        "spmd.patches._causal_masks.without_mask_reads",
         "mask, is_causal, size",
     ),
     Patch(

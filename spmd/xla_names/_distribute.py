@@ -98,6 +98,12 @@ def note_device_mesh(t: torch.Tensor, device_mesh: Any) -> None:
     vars(t)[_GIVEN] = device_mesh
 
 
+def copy_device_mesh(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Make `target` report its `placements` along the DeviceMesh of `source`, if that was given one."""
+    if _GIVEN in vars(source):
+        note_device_mesh(target, vars(source)[_GIVEN])
+
+
 Partition = Callable[[str, nn.Module, Any], None]
 
 

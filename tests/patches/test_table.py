@@ -18,7 +18,7 @@ import spmd.compat.torch_distributed
 import spmd.compat.torch_xla
 from mesh import Mesh
 from spmd.huggingface import train_on
-from spmd.patches._causal_masks import unknown_masks_taken
+from spmd.patches._causal_masks import without_mask_reads
 from spmd.patches._running_averages import counting_on_device
 from spmd.patches._table import PATCHES, Patch, current, owner_of, replace, replaced
 from spmd.program.flow._remat import barrier_on_recompute
@@ -105,7 +105,7 @@ def test_what_is_replaced_for_good_is_ours(patch: Patch) -> None:
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "spmd.program.flow._remat.barrier_on_recompute": barrier_on_recompute,
     "spmd.patches._running_averages.counting_on_device": counting_on_device,
-    "spmd.patches._causal_masks.unknown_masks_taken": unknown_masks_taken,
+    "spmd.patches._causal_masks.without_mask_reads": without_mask_reads,
     "spmd.program.trace._module_calls.report_compiling": report_compiling,
     "spmd.program.optim._preparation.traceable": lambda: traceable([]),
     "spmd.program.sizes._size_reads.sizes_read": sizes_read,

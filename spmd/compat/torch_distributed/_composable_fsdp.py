@@ -22,7 +22,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.compat.torch_distributed._batches import split_batch
 from spmd.compat.torch_distributed._dispatch import before
 from spmd.compat.torch_distributed._group_of_one import GroupOfOne
-from spmd.compat.torch_distributed._state_dicts import show_sharded
+from spmd.compat.torch_distributed._state_dicts import register_sharded_state_dict
 from spmd.device._layout import annotation_of
 from spmd.fsdp import fully_shard as shard_over
 from spmd.fsdp import is_outermost, unit_of
@@ -68,7 +68,7 @@ def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
         axes = tuple(name for dim in batch for name in found.axes[dim])
         each.register_forward_pre_hook(_Batch(found.mesh, axes).enter, with_kwargs=True, prepend=True)
         each.__class__ = _class_of(type(each))
-        show_sharded(each)
+        register_sharded_state_dict(each)
     return module
 
 

@@ -8,24 +8,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd.device._layout import hand_over
 from spmd.sharding._tensor import XLAShardedTensor, become_sharded
+from spmd.xla_names._distribute import copy_device_mesh
 
-_shown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_registered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def show_sharded(module: nn.Module) -> None:
-    """From now on the module's state dict holds its marked parameters and buffers as `XLAShardedTensor`s, aliases of them as before."""
+def register_sharded_state_dict(module: nn.Module) -> None:
+    """Let the state dict of a module hold its marked parameters and buffers as `XLAShardedTensor`s. They are aliases, as before."""
     for part in module.modules():
-        if part not in _shown:
-            _shown.add(part)
-            part.register_state_dict_post_hook(_show)
+        if part not in _registered:
+            _registered.add(part)
+            part.register_state_dict_post_hook(_wrap_sharded)
 
 
-def _show(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _wrap_sharded(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value = state.get(prefix + name)
         if isinstance(own, XLAShardedTensor) and isinstance(value, torch.Tensor) and not isinstance(value, XLAShardedTensor):
-            vars(become_sharded(value)).update(vars(own))
+            hand_over(own, value)  # on "meta" the sharding is the tensor's own, not its storage's
+            copy_device_mesh(own, become_sharded(value))
 
 
-__all__ = ["show_sharded"]
+__all__ = ["register_sharded_state_dict"]

@@ -15,7 +15,7 @@ from torch import nn
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import current_device_mesh
 from spmd.compat.torch_distributed._dispatch import before
-from spmd.compat.torch_distributed._state_dicts import show_sharded
+from spmd.compat.torch_distributed._state_dicts import register_sharded_state_dict
 from spmd.device._layout import annotation_of
 from spmd.device._storage import recording
 from spmd.rules import parallelize
@@ -57,7 +57,7 @@ def distribute_module(
     for tensor in (*module.parameters(), *module.buffers()):
         if annotation_of(tensor) is None:
             xla_distribute_tensor(tensor, mesh)
-    show_sharded(module)
+    register_sharded_state_dict(module)
     return module
 
 
@@ -100,7 +100,7 @@ def apply_style(style: Any, module: nn.Module, device_mesh: Any) -> bool:
         raise SpmdError(message(f"a plan needs a mesh of one axis, but {device_mesh} has {len(found.axes)}", fix=fix))
     if any(parameter.device.type == "cpu" for parameter in module.parameters()):
         module.to("jax")
-    show_sharded(module)
+    register_sharded_state_dict(module)
     return parallelize(style, module, found.mesh, found.names)
 
 

@@ -20,7 +20,7 @@ from spmd.device._fused_steps import called_directly
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
-from spmd.patches._causal_masks import unknown_masks_taken
+from spmd.patches._causal_masks import without_mask_reads
 from spmd.patches._constraints import without_branches
 from spmd.patches._grad_scaler import traceable_grad_scaler
 from spmd.patches._printed_tensors import printing_refused_by_name
@@ -128,7 +128,7 @@ _PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     barrier_on_recompute,
     counting_on_device,
     without_branches,
-    unknown_masks_taken,
+    without_mask_reads,
     traceable_grad_scaler,
     printing_refused_by_name,
     called_directly,
