@@ -55,6 +55,7 @@ def summary(found: dict[int, dict[str, Any]], seconds: float) -> dict[str, Any]:
         "programs": len(found),
         "seconds": round(seconds),
         **{kind: kinds[kind] for kind in KINDS},
+        "has_grown": sum(one.get("has_grown", False) for one in found.values()),
         "calls": sum(one.get("calls", 0) for one in found.values()),
         "traces": sum(one.get("traces", 0) for one in found.values()),
         "modes": dict(modes),

@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from benchmarks.fuzz_programs import LAZY, source
-from benchmarks.fuzz_trials import trial
+from benchmarks.fuzz_trials import run, trial
 from benchmarks.seeds import kind_of
 
 pytestmark = pytest.mark.multidevice(num=8)
@@ -23,3 +23,8 @@ def test_a_seed_has_one_program() -> None:
     assert source(7) == source(7) != source(8)
     for seed in range(200):
         ast.parse(source(seed))
+
+
+def test_a_program_whose_values_grow_is_compared_until_they_are_large() -> None:
+    text = "x = tensor(0, 4)\nSTATE = ['x']\ndef between(i): pass\ndef given(i): return (), {}\ndef step():\n    x.mul_(1e4)\n    return x"
+    assert run(text, "eager", "grown") == {"mode": "eager", "result": "equal", "calls": 1, "has_grown": True, "traces": 0}
