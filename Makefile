@@ -82,8 +82,9 @@ models: setup ## which models of Hugging Face and timm run unmodified (about two
 presets: setup ## collectives of the presets of eight models beside the same layouts written by hand (some minutes)
 	@$(PY) -m benchmarks.presets
 
-depth: setup ## what each further layer costs, rolled, unrolled and by hand, on 8 devices and for v5e (an hour)
+depth: setup ## what each further layer costs, rolled, unrolled and by hand, on 8 devices and for v5e, and a process that finds the programs of an earlier one (an hour)
 	@$(PY) benchmarks/depth.py
+	@$(PY) benchmarks/second_process.py
 
 pod: setup ## Llama-3-8B over 256 chips that are not here, compiled, beside JAX by hand (ten minutes)
 	@$(PY) benchmarks/llama_pod.py

@@ -110,12 +110,12 @@ def facts(stages: dict[str, float], compiled: Any, grid: Any, ran: dict[str, Any
     }
 
 
-def ours(task: Task) -> dict[str, Any]:
+def step_of(task: Task) -> tuple[Any, Any]:
+    """The compiled training step of an annotated model, and its argument."""
     import torch
 
     import spmd
 
-    spmd.configure(cache_dir=False)  # compilation is measured
     grid, names = grid_of(task), depth_models.NAMES[task.model]
     axes = tuple(grid.axis_names)
     rows = depth_models.rows_of(axes)
@@ -144,9 +144,17 @@ def ours(task: Task) -> dict[str, Any]:
 
     tokens = torch.randint(0, depth_models.VOCABULARY, (depth_models.BATCH, task.seq))
     x = spmd.mark_sharding(torch.empty_like(tokens, device="jax") if task.is_ahead else tokens.to("jax"), grid, (rows, None))
+    return step, x
+
+
+def ours(task: Task) -> dict[str, Any]:
+    import spmd
+
+    spmd.configure(cache_dir=False)  # compilation is measured
+    step, x = step_of(task)
     ran = {} if task.is_ahead else run(lambda: step(x).item(), task.steps)
     program = step.program(x)
-    return facts({n: getattr(program.timings, n) for n in ("trace_s", "lower_s", "compile_s")}, program.compiled, grid, ran)
+    return facts({n: getattr(program.timings, n) for n in ("trace_s", "lower_s", "compile_s")}, program.compiled, grid_of(task), ran)
 
 
 def run(step: Callable[[], float], steps: int) -> dict[str, Any]:

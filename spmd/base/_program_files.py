@@ -31,7 +31,8 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._jax import CacheInterface
 from spmd.patches._table import current, replace
 
-WORTH_KEEPING_S = 0.1  # programs that compile in less time are not cached, since reading a file is no faster
+WORTH_KEEPING_S = 0.01  # programs that compile in less time are not cached: the smallest takes 3 ms to read
+_PUTS_PER_SCAN = 64  # other processes write to the folder too
 _MAGIC = b"spmd program 1\n"
 _ENDING = ".program"
 _MACHINE = "machine-"
@@ -60,6 +61,7 @@ class ProgramFiles(CacheInterface):
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
         self._path = folder / machine_name()
+        self._room, self._puts = 0, 0  # bytes left at the last scan of the folder less those written since, and the number of writes
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             for own in (folder, self._path):
@@ -108,22 +110,30 @@ class ProgramFiles(CacheInterface):
                 raise
         except OSError as error:
             _log.warning("a compiled program could not be cached: %s", error)
-        self._drop_oldest()
+        self._room -= len(_MAGIC) + hashlib.sha256().digest_size + len(value)
+        self._puts += 1
+        if self._room < 0 or self._puts % _PUTS_PER_SCAN == 0:  # a scan for every program would take longer than writing it
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Remove the least recently read files until the limit is met. Temporary files of killed processes are among them."""
+        """If the limit is exceeded, remove the least recently read files, down to nine tenths of it, so that not every later write scans.
+
+        Temporary files of killed processes are among them.
+        """
         found: list[tuple[float, int, Path]] = []
         for path in self.folder.glob(f"{_MACHINE}*/*"):
             with suppress(OSError):  # another process removed it
                 seen = path.stat()
                 found.append((seen.st_mtime, seen.st_size, path))
         total = sum(size for _, size, _ in found)
+        target = self.max_bytes if total <= self.max_bytes else self.max_bytes * 0.9
         for _, size, path in sorted(found):
-            if total <= self.max_bytes:
-                return
+            if total <= target:
+                break
             with suppress(OSError):
                 path.unlink()
             total -= size
+        self._room = self.max_bytes - total
 
 
 def _require_own(folder: Path) -> None:

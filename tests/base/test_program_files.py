@@ -101,6 +101,28 @@ def test_the_programs_that_nobody_used_for_longest_go_first(tmp_path: Path) -> N
     assert other.exists()
 
 
+def test_the_folder_is_not_read_for_every_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, scans, scan = ProgramFiles(tmp_path, 1000), [], ProgramFiles._drop_oldest
+    monkeypatch.setattr(ProgramFiles, "_drop_oldest", lambda self: (scans.append(1), scan(self)))
+    for i in range(200):
+        files.put(str(i), b"")
+        assert sum(path.stat().st_size for path in tmp_path.glob("machine-*/*")) <= 1000
+    assert files.get("199") == b""
+    assert len(scans) < 120
+    wide = ProgramFiles(tmp_path, 1 << 20)
+    scans.clear()
+    for i in range(200):
+        wide.put(str(i), b"")
+    assert len(scans) == 4
+
+
+def test_small_programs_are_kept_too(tmp_path: Path) -> None:
+    script = SCRIPT.replace("print(", "torch.ones(4, 64, device='jax').sort().values.sum().item()\nprint(")
+    found = launched.run(script, XDG_CACHE_HOME=str(tmp_path)).out.split()
+    assert int(found[1]) > 1
+    assert launched.run(script, XDG_CACHE_HOME=str(tmp_path)).out.split() == [found[1], "0"]
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: None) -> None:
     folder = tmp_path / "spmd"
     folder.mkdir()

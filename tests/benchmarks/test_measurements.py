@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # depth.py is a script that imports i
 # They import transformers, all but dynamo.
 depth, dynamo, dynamo_models = Later("benchmarks.depth"), Later("benchmarks.dynamo"), Later("benchmarks.dynamo_models")
 generate, memory, recipe, trainer = (Later(f"benchmarks.{name}") for name in ("generate", "memory", "recipe", "trainer"))
+second_process = Later("benchmarks.second_process")
 pytestmark = pytest.mark.multidevice(num=8)
 
 
@@ -34,7 +35,7 @@ def test_a_lazy_loop_is_timed_beside_the_compiled_step() -> None:
 
 def test_host_time_is_that_of_one_program() -> None:
     found = host_time.measure(4, 40, 1)  # which asserts that nothing was traced again
-    assert (found["arrays"], found["guarded"], sorted(found["seconds"])) == (4, 40, ["jax", "ours"])
+    assert (found["arrays"], found["guarded"], sorted(found["seconds"])) == (4, 40, ["jax", "ours", "rolled"])
 
 
 def test_generation_by_hand_and_ours_give_the_cpus_tokens() -> None:
@@ -75,7 +76,7 @@ def test_memory_is_that_of_the_program_by_hand() -> None:
 
 @pytest.mark.slow
 def test_memory_has_a_row_for_every_phase() -> None:
-    found = memory.told("phases", memory.Options(layers=2, width=128, positions=64))  # in a process of its own: all arrays count
+    found = memory.measured("phases", memory.Options(layers=2, width=128, positions=64))  # in a process of its own: all arrays count
     assert len(found["phases"]) == 10
     for name, row in found["phases"].items():  # a device more or less keeps a batch, a loss, a random key
         assert 0 <= row["devices"] - row["stays"] < 32_768, name
@@ -85,8 +86,8 @@ def test_memory_has_a_row_for_every_phase() -> None:
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_depth_trains_what_jax_by_hand_trains(model: str) -> None:
     def losses(contender: str) -> Any:
-        asked = depth.Asked(model, 2, "data=2,model=4", contender, 128, 8, 1)
-        return (depth.by_hand if contender.endswith("by hand") else depth.ours)(asked)["losses"]
+        task = depth.Task(model, 2, "data=2,model=4", contender, 128, 8, 1)
+        return (depth.by_hand if contender.endswith("by hand") else depth.ours)(task)["losses"]
 
     assert losses("rolled") == pytest.approx(losses("scan by hand"), rel=1e-4)
 
@@ -102,3 +103,10 @@ def test_a_model_under_torch_compile_is_one_graph_that_gives_what_cpu_torch_give
     found = dynamo_models.check("ResNet")
     assert [found[column] for column in dynamo_models.COLUMNS] == ["pass", "pass"]
     assert [found[f"{column}_graphs"]["graphs"] for column in dynamo_models.COLUMNS] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing() -> None:
+    found = second_process.measure("gpt2 4 128 rolled")
+    assert found["first"]["compiled"] > 0 == found["second"]["compiled"]
+    assert found["first"]["loss"] == found["second"]["loss"]
