@@ -19,7 +19,7 @@ from spmd.base._jax import is_tracing
 from spmd.device import _indices
 from spmd.device._copy import empty_strided
 from spmd.device._host_answers import host_answer
-from spmd.device._storage import buffer_of, is_whole, load, recording, wrap_host
+from spmd.device._storage import Buffer, buffer_of, is_whole, load, recording, wrap_host
 
 
 def empty_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -106,7 +106,9 @@ def filled(adapter: Any, number: float | None = None) -> Any:
 
 
 def _laid_out_like(model: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    buffer = buffer_of(model)
-    if buffer.annotation is not None and recording.get() is None and is_whole(model, buffer) and is_whole(made, buffer_of(made)):
+    buffer: Buffer | None = getattr(model.untyped_storage(), "spmd_buffer", None)  # a fake tensor has none
+    if buffer is None or buffer.annotation is None or recording.get() is not None:
+        return made
+    if is_whole(model, buffer) and is_whole(made, buffer_of(made)):
         buffer_of(made).annotate(buffer.annotation)
     return made

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spmd.base._errors import SpmdError, message
-from spmd.dynamo import _device_interface, _skip_rules, _whole_step
+from spmd.dynamo import _device_interface, _shape_functions, _skip_rules, _whole_step
 from spmd.dynamo._graph_program import GraphProgram
 from spmd.dynamo._whole_step import checked_options
 from spmd.interop import _jax_in_graphs
@@ -48,6 +48,7 @@ def graphs() -> list[GraphProgram]:
 
 
 _device_interface.register()
+_shape_functions.register()
 _skip_rules.register()
 _jax_in_graphs.register()
 _whole_step.register(compile_graph)

@@ -72,6 +72,25 @@ def test_results_gradients_and_buffers_are_those_of_cpu_torch() -> None:
     assert num_programs() == 2
 
 
+def test_recurrent_cells_are_captured_whole() -> None:
+    """Torch has no shape function for the operator that a `GRUCell` calls on devices other than the CPU."""
+
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.lstm, self.rnn = nn.GRUCell(4, 5), nn.LSTMCell(5, 6), nn.RNNCell(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(self.lstm(self.gru(x, self.gru(x)))[1])
+
+    host, model = twins(Cells)
+    want, got = host(batch(2, 4)), compiled(model)(batch(2, 4).to("jax"))
+    assert_same(got, want)
+    want.sum().backward()
+    got.sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in host.parameters()])
+
+
 def test_a_training_loop_is_that_of_cpu_torch() -> None:
     host, model = twins()
     fast = compiled(model)
