@@ -63,7 +63,7 @@ def test_several_processes_give_the_losses_of_one(processes: int, unbroken: list
     assert_reordered(losses(out), unbroken)
 
 
-@pytest.mark.parametrize("mesh", [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in (MESH, "model=8")), "data=2"])
+@pytest.mark.parametrize("mesh", [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in (MESH, "data=2,model=4")), "data=2"])
 def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(mesh: str, half: Path, unbroken: list[float], tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(half, out)
