@@ -8,7 +8,8 @@ negative h is complex). Arithmetic in torch's own code is not checked: its optim
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,6 +82,28 @@ def of_math(fn: Callable[..., float], number: Any, *more: Any) -> Any:
         is_outside = lambda: is_nan() | is_infinite()  # noqa: E731
     _require_not(is_outside, Check(ValueError, "math domain error", user_line()))
     return torch.SymFloat(made)
+
+
+def converted(fn: type[float] | type[int], number: Any) -> torch.SymFloat:
+    """`float(number)` and `int(number)` of a number that only the device knows, as an operation of the program."""
+    node: NumberNode = number.node
+    if node.kind is fn:
+        return number
+    if fn is float:
+        return number * 1.0
+    given, made = node.value, node.int()  # type: ignore[attr-defined]
+    _require_not(lambda: jnp.isnan(given), Check(ValueError, "cannot convert float NaN to integer", user_line()))
+    _require_not(lambda: jnp.isinf(given), Check(OverflowError, "cannot convert float infinity to integer", user_line()))
+    return torch.SymFloat(made)
+
+
+def chosen(fn: Callable[..., Any], numbers: Sequence[Any]) -> torch.SymFloat | None:
+    """`min(numbers)` or `max(numbers)`, some of which only the device knows, as operations of the program; None if their types differ."""
+    beside: NumberNode = next(number.node for number in numbers if isinstance(number, torch.SymFloat))
+    nodes = [_node_of(number, beside) for number in numbers]
+    if any(node is None or node.kind is not beside.kind for node in nodes):
+        return None
+    return torch.SymFloat(reduce(lambda left, right: getattr(left, fn.__name__)(right), nodes))
 
 
 def _is_of_device(node: NumberNode) -> bool:

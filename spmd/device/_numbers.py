@@ -321,8 +321,10 @@ def _of_device(*numbers: Any) -> bool:
 
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_integer"})
-_KEEP_INTEGERS = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "pow_by_natural"})
-_MAKE_INTEGERS = frozenset({"floor", "ceil"})
+_KEEP_INTEGERS = frozenset(
+    {"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "min", "max", "pow_by_natural"}
+)
+_MAKE_INTEGERS = frozenset({"floor", "ceil", "int"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -348,6 +350,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "is_integer": lambda a: a % 1 == 0,
     "sym_min": lambda a, b: jnp.minimum(a, b) if _of_device(a, b) else min(a, b),
     "sym_max": lambda a, b: jnp.maximum(a, b) if _of_device(a, b) else max(a, b),
+    "min": lambda a, b: jnp.where(b < a, b, a) if _of_device(a, b) else min(a, b),  # Python's: the first of equal ones, NaN is never less
+    "max": lambda a, b: jnp.where(b > a, b, a) if _of_device(a, b) else max(a, b),
+    "int": lambda a: jnp.trunc(a) if _of_device(a) else int(a),
     "sqrt": lambda a: power(a, 0.5),
 }
 OF_MATH = (

@@ -78,12 +78,9 @@ def test_an_integer_item_and_a_python_int_stay_an_integer() -> None:
 
 
 NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
-    "float": lambda x: float(x.sum()),
-    "int": lambda x: int(x.sum()),
     "bool": lambda x: bool(x.sum() > 3),
     "branch": lambda x: x if x.sum() > 3 else -x,
     "branch_on_item": lambda x: x if x.sum().item() > 3 else -x,
-    "int_of_item": lambda x: int(x.sum().item()),
     "round": lambda x: round(x.sum().item()),
     "str": lambda x: str(x.sum().item()),
     "format": lambda x: f"{x.sum().item():.3f}",
@@ -98,7 +95,7 @@ NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
     "range": lambda x: list(range(x.long().sum().item())),
     "index": lambda x: x[x.argmax().item()],
     "list_index": lambda x: [1, 2, 3][x.long()[0]],
-    "python_max": lambda x: max(x.sum().item(), 1.0),
+    "max_of_two_types": lambda x: max(x.sum().item(), 1),
     "contains": lambda x: 2 in x,
     "cpu_tensor": lambda x: torch.tensor(x.sum().item()),
     "method_of_int": lambda x: x.long().sum().item().bit_length(),
@@ -143,6 +140,59 @@ def test_a_python_value_of_a_traced_number_is_an_error_at_the_users_line(name: s
     assert f"called at test_numbers.py:{line} in <lambda>" in str(raised.value)
     assert "fix: " in str(raised.value)
     assert not capsys.readouterr().out
+
+
+CONVERTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "float": lambda x: (float(x[:1]), float(x.long().sum()), float(x.sum().item()), float((x > 0).any()), float(x.max()) / 2),
+    "int": lambda x: (int(x.nan_to_num().sum() * 1.5), int((x > 1).sum()), int(x.long()[0]) // 2, int((x > 0).any().item())),
+    "min": lambda x: (min(x[0].item(), 1.0), min(1.0, x[0].item()), min(x[0].item(), x[1].item()), min([x[1].item(), 2.0])),
+    "max": lambda x: (max(x[0].item(), 1.0), max(1.0, x[0].item()), max((x[0].item(), x[1].item(), 2.5)), max(1, int((x > 1).sum()))),
+}
+
+
+@pytest.mark.parametrize("name", list(CONVERTED))
+def test_float_int_min_and_max_of_a_number_are_computed_by_the_program(name: str) -> None:
+    step = spmd.compile(CONVERTED[name])
+    for values in ((1.7, 2.0), (-1.7, 3.0), (math.nan, 2.0), (3.0, math.nan)):
+        x = torch.tensor(values)
+        got, want = step(x.to("jax")), CONVERTED[name](x)
+        assert got == pytest.approx(want, rel=1e-6, nan_ok=True)
+        assert [*map(type, got)] == [*map(type, want)]
+    assert step.num_traces == 1
+
+
+@pytest.mark.parametrize("of_x", [torch.logit, lambda x: x / 0])
+def test_int_of_what_is_no_number_raises_at_the_next_read(of_x: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def fn(x: torch.Tensor) -> int:
+        return int(of_x(x))
+
+    raised: list[Any] = []
+    for call, device in ((fn, "cpu"), (spmd.compile(fn), "jax")):
+        with pytest.raises((ValueError, OverflowError)) as error:
+            print(call(torch.tensor(1.5, device=device)))
+        raised.append((error.type, str(error.value).partition("\n")[0]))
+    assert raised[0][1] in raised[1][1]
+
+
+def test_a_best_value_and_a_meter_are_pythons() -> None:
+    def run(wrap: Any, device: str) -> Any:
+        best, seen = [math.inf], list[float]()
+
+        def fn(x: torch.Tensor) -> float:
+            loss = x.square().mean()
+            seen.append(float(loss))
+            best[0] = min(best[0], loss.item())
+            return float(loss) / best[0]
+
+        step = wrap(fn)
+        return (
+            [step(torch.tensor([value, 1.0], device=device)) for value in (3.0, 2.0, 4.0, 1.0)],
+            best,
+            seen,
+            getattr(step, "num_traces", 0) <= 2,
+        )
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
 
 
 def caught(x: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import heapq
 import io
+import operator
 import os
 import queue
 import threading
@@ -131,6 +132,10 @@ class State:
         self.queue.put(0)
 
 
+def counted(s: State) -> None:
+    s.count += 1
+
+
 def swap(s: State) -> None:
     s.items, s.name = [*s.items, len(s.items)], s.name + "x"
 
@@ -167,6 +172,18 @@ ROWS: dict[str, Write] = {
     "del": lambda s, x: delattr(s, "name") if hasattr(s, "name") else setattr(s, "name", "back"),
     "dict item": lambda s, x: s.table.__setitem__("a", s.table["a"] + 1),
     "dict update": lambda s, x: s.table.update(a=s.table["a"] + 1, b=1),
+    "dict update, a dict by a keyword": lambda s, x: (
+        counted(s),
+        s.table.update(a={"n": s.count}),
+        s.table.update({"b": 1}, c={"d": [x * 2]}),
+    ),
+    "operators": lambda s, x: (
+        counted(s),
+        operator.iadd(s.items, [s.count]),
+        operator.delitem(s.items, 0),
+        operator.setitem(s.table, "a", 2),
+    ),
+    "methods of classes": lambda s, x: (counted(s), list.insert(s.items, 0, s.count), list.pop(s.items), dict.update(s.table, b=s.items)),
     "dict setdefault": lambda s, x: s.table.setdefault("b", len(s.table)),
     "dict pop": lambda s, x: s.table.pop("a", None),
     "dict clear": lambda s, x: s.table.clear(),

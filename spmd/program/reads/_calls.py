@@ -6,7 +6,6 @@ tables and functions here say what they read and write. By default, all that is 
 
 from __future__ import annotations
 
-import array
 import builtins
 import collections
 import collections.abc
@@ -32,12 +31,22 @@ from torch.utils.hooks import RemovableHandle
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._classes import ask_classes, ask_names
+from spmd.program.reads._container_methods import CONTAINERS, note_method, update
 from spmd.program.reads._journal import is_environment
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import for_noted_sizes
-from spmd.program.reads._number_calls import for_numbers, holds_lifted, is_lifted, known, needs_known, require_known_name, with_known
+from spmd.program.reads._number_calls import (
+    for_numbers,
+    holds_lifted,
+    is_converted,
+    is_lifted,
+    known,
+    needs_known,
+    require_known_name,
+    with_known,
+)
 from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of
 from spmd.program.reads._process_settings import SETTINGS, questions_of_call
@@ -67,16 +76,6 @@ _SHALLOW = frozenset(
 # these take one number
 _OF_A_NUMBER = frozenset(map(id, (int, round, str, repr, format, math.floor, math.ceil, math.trunc)))
 _NEED_VALUES = frozenset(map(id, (int, round, str, repr, format)))  # the others have an equivalent on the device
-CONTAINERS = (dict, list, set, collections.deque, bytearray, array.array, np.ndarray)
-_READERS = frozenset(  # methods of containers that change nothing
-    (
-        *("get", "keys", "values", "items", "copy", "index", "count", "union", "difference", "intersection", "issubset", "issuperset"),
-        *("isdisjoint", "symmetric_difference", "__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__"),
-        *("__or__", "__and__", "__sub__", "__reversed__", "__sizeof__", "most_common", "fromkeys", "__reduce_ex__", "__class_getitem__"),
-        *("__getattribute__", "__init_subclass__", "__class__", "__hash__", "__dir__", "__format__", "__str__"),
-        *("decode", "hex", "startswith"),
-    )
-)
 _CLOCKS = frozenset(
     id(getattr(time, n))
     for n in dir(time)
@@ -130,14 +129,21 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         return instead
     if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
         return lambda number, *more, **options: fn(known(number), *more, **options)
+    if is_converted(fn, args):
+        return for_numbers(fn)
     if any(map(is_lifted, args)) and (own := for_numbers(fn)) is not fn:
         note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
         return own
     if any(type(a) is dict for a in args) and needs_known(fn) and any(map(holds_lifted, args)):
         return with_known(fn)
-    kind = type(fn)
-    if kind in _IN_C and (of_noted := for_noted_sizes(fn, args)) is not None:
+    if type(fn) in _IN_C and (of_noted := for_noted_sizes(fn, args)) is not None:
         return of_noted
+    return _record(recording, fn, args)
+
+
+def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
+    """The same, for arguments that `fn` takes as they are."""
+    kind = type(fn)
     inner = fn.__dict__.get("_torchdynamo_orig_callable") if kind is types.FunctionType else None
     if inner is not None:  # a function of torch.compile: the original runs inline, as part of this trace
         return note_call(recording, inner, args)
@@ -151,6 +157,8 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         recording.read_function(fn)
     elif kind is types.FunctionType:
         _python_function(recording, fn, args)
+    elif kind is types.BuiltinFunctionType and fn.__name__ == "update" and isinstance(fn.__self__, dict):
+        return functools.partial(update, recording, fn)
     elif kind is types.BuiltinFunctionType or kind is types.MethodWrapperType:
         _builtin_function(recording, fn, args)
     elif kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
@@ -207,7 +215,7 @@ def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Calla
         raise NumbersNeeded
     given = substitute(fn, args)
     if given is not None:
-        note_call(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if not _lists_varying(a)))
+        _record(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args))
     return given
 
 
@@ -371,7 +379,7 @@ def _c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]
     """Record a call of a method of `owner` that is C code."""
     kind = type(owner)  # `isinstance` would read the object's `__class__`, which may be user code
     if issubclass(kind, CONTAINERS) and not issubclass(kind, np.ndarray):
-        _container_method(recording, owner, name, args)
+        note_method(recording, owner, name, args)
         return
     if kind is ContextVar:
         if name != "get" and owner.get(recording) is recording and not recording.has_own_context:
@@ -433,41 +441,6 @@ def nested(value: Any) -> Iterator[Any]:
 
 
 _VIEWS = (np.ndarray, np.flatiter)
-
-
-def _container_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
-    """Record a call of a container's own method in C: of a dict, list, set, deque, bytearray or array."""
-    if isinstance(owner, dict) and name in ("get", "__getitem__", "__contains__", "setdefault") and args:
-        if name == "__contains__":
-            recording.contains(args[0], owner)
-        else:
-            recording._read_item(owner, args[0]) if type(owner).__getitem__ is dict.__getitem__ else recording.read_content(owner)
-        if name == "setdefault":
-            recording._write_item(owner, args[0])
-    elif isinstance(owner, dict) and name == "__setitem__":
-        recording.journal.entry(owner, args[0], recording._title(owner))
-    elif isinstance(owner, dict) and name == "update" and all(isinstance(a, dict) for a in args):
-        for key in [key for arg in args for key in arg]:
-            recording.journal.entry(owner, key, f"{recording._title(owner)}[...]")
-    elif isinstance(owner, list) and name == "append":
-        recording.journal.append(owner, args[0], functools.partial(list.append, owner), recording._title(owner))
-    elif isinstance(owner, collections.deque) and name == "append" and owner.maxlen is None:
-        recording.journal.append(owner, args[0], functools.partial(collections.deque.append, owner), recording._title(owner))
-    elif isinstance(owner, set) and name == "add":
-        recording.journal.append(owner, args[0], functools.partial(set.add, owner), recording._title(owner))
-    elif name in _READERS:
-        recording.read_content(owner)
-    elif name not in ("__init__", "__new__"):
-        recording.mutate(owner)
-    for arg in args if name in _TAKE_ALL else ():
-        recording.advance(arg, f"passed to {name}()") if isinstance(arg, Iterator) else recording.read_content(arg)
-
-
-# methods that read the whole content of their arguments
-_TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection", "symmetric_difference")) | {
-    *("extend", "extendleft", "update", "subtract", "union", "intersection", "difference", "symmetric_difference", "join", "fromkeys"),
-    *("issubset", "issuperset", "isdisjoint", "fromlist", "__init__", "__iadd__", "__ior__"),
-}
 
 
 def parts_of(value: Any, recording: Recording) -> list[Any]:

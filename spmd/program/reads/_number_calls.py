@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.device._number_arithmetic import of_math
-from spmd.device._numbers import OF_MATH, NumberNode, needs_value, sample
+from spmd.device._number_arithmetic import chosen, converted, of_math
+from spmd.device._numbers import OF_MATH, NumberNode, is_of_host, needs_value, sample
+from spmd.device._storage import is_device_tensor
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._mapped_scalars import MappedScalar, as_scalar, is_mapped_scalar, takes_tensors, with_scalars
 
 _MOST = 64  # largest number of elements that `tensor` makes by one operation each
+CONVERSIONS = (builtins.float, builtins.int)
+CHOICES = (builtins.min, builtins.max)
 _OF_NUMPY = (np.ndarray, np.generic)
 _OF_INTS = frozenset((range, slice, bytes, bytearray, itertools.islice))
 _OF_BOOLS = (torch.sym_ite, torch.sym_not)  # take only bools of torch's own tracers
@@ -53,6 +56,10 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
     if fn is torch.where:
         return where
+    if fn in CONVERSIONS:
+        return partial(_converted, fn)
+    if fn in CHOICES:
+        return partial(_chosen, fn)
     if fn is builtins.divmod:
         return lambda left, right: (left // right, left % right)
     if getattr(fn, "__module__", None) == "math" and fn.__name__ in OF_MATH:
@@ -71,6 +78,27 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(owner, torch.Tensor) and fn.__name__ == "where":
         return lambda condition, other: where(condition, owner, other)
     return with_known(fn) if needs_known(fn) or getattr(fn, "__name__", "") in _OF_SIZES else fn
+
+
+def is_converted(fn: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is `float(x)` or `int(x)` of a device tensor."""
+    return any(fn is kind for kind in CONVERSIONS) and len(args) == 1 and is_device_tensor(args[0]) and args[0].numel() == 1
+
+
+def _converted(fn: Any, value: Any, *base: Any) -> Any:
+    number: Any = value.item() if isinstance(value, torch.Tensor) and not base else value
+    return converted(fn, number) if not base and _is_unknown(number) and not number.node.boolean else fn(value, *base)
+
+
+def _chosen(fn: Any, *given: Any, **options: Any) -> Any:
+    numbers = given[0] if len(given) == 1 and type(given[0]) in (list, tuple) else given
+    found = None if options or not any(map(_is_unknown, numbers)) else chosen(fn, numbers)
+    return fn(*given, **options) if found is None else found
+
+
+def _is_unknown(value: Any) -> bool:
+    """Whether it is a program number that only the device knows."""
+    return is_scalar(value) and not is_of_host(value, asks=True)
 
 
 def needs_known(fn: Any) -> bool:
@@ -213,9 +241,11 @@ def _shape(data: Any) -> tuple[int, ...] | None:
 
 
 __all__ = [
+    "CHOICES",
     "for_numbers",
     "holds_lifted",
     "identity_operand",
+    "is_converted",
     "is_lifted",
     "is_scalar",
     "known",

@@ -27,7 +27,7 @@ from spmd.base._errors import TraceAgain
 from spmd.device._numbers import NumberNode, is_of_host, lifted
 from spmd.device._storage import recording
 from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
-from spmd.program.reads._number_calls import for_numbers
+from spmd.program.reads._number_calls import CHOICES, for_numbers, is_lifted
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -385,14 +385,15 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         raise NumbersNeeded
     if fn is builtins.type and len(args) == 1:
         return lambda value: type(value.evaluate())
-    if _is_pure(fn) and (first := _first_varying(args)) is not None and all(map(partial(_is_taken, first), args)):
+    if _is_pure(fn) and (first := _first_varying(args)) is not None and all(map(partial(_is_taken, fn, first), args)):
         return partial(_applied, first, fn)
     if fn in _SEARCHES and len(args) > 1 and type(args[1]) is Varying and _is_searchable(args):
         return lambda numbers, number, *bounds, **options: number.apply(partial(_found, fn, tuple(numbers), bounds, options), number)
     is_torch, is_numpy = _is_of("torch", fn), _is_of("numpy", fn)
     if not (is_torch or is_numpy) and not any(isinstance(a, Varying) for a in args):
         return None  # other functions treat a list of varying numbers like a list of any objects
-    take: Callable[[Varying], Any] = Varying.traced if is_torch else Varying.concrete
+    is_of_program = is_torch or (fn in CHOICES and any(map(is_lifted, args)))
+    take: Callable[[Varying], Any] = Varying.traced if is_of_program else Varying.concrete
 
     def taken(value: Any) -> Any:
         if isinstance(value, Varying):
@@ -423,8 +424,11 @@ def _first_varying(args: tuple[Any, ...]) -> Varying | None:
     return next((a for a in (*args, *(i for a in args if is_sequence(a) for i in a)) if isinstance(a, Varying)), None)
 
 
-def _is_taken(first: Varying, number: Any) -> bool:
-    return all(map(first.takes, number)) if type(number) in (list, tuple) else first.takes(number)
+def _is_taken(fn: Any, first: Varying, number: Any) -> bool:
+    """Whether the host computes `fn` of a number, or of a list or tuple of some: operators would change or join these."""
+    if type(number) in (list, tuple):
+        return fn.__module__ != operator.add.__module__ and all(map(first.takes, number))
+    return first.takes(number)
 
 
 def _is_searchable(args: tuple[Any, ...]) -> bool:

@@ -1,0 +1,71 @@
+"""Records calls of the methods in C of containers: which entries or contents they read and write."""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+CONTAINERS = (dict, list, set, collections.deque, bytearray, array.array, np.ndarray)
+_READERS = frozenset(  # methods of containers that change nothing
+    (
+        *("get", "keys", "values", "items", "copy", "index", "count", "union", "difference", "intersection", "issubset", "issuperset"),
+        *("isdisjoint", "symmetric_difference", "__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne__", "__repr__"),
+        *("__or__", "__and__", "__sub__", "__reversed__", "__sizeof__", "most_common", "fromkeys", "__reduce_ex__", "__class_getitem__"),
+        *("__getattribute__", "__init_subclass__", "__class__", "__hash__", "__dir__", "__format__", "__str__"),
+        *("decode", "hex", "startswith"),
+    )
+)
+# methods that read the whole content of their arguments
+_TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection", "symmetric_difference")) | {
+    *("extend", "extendleft", "update", "subtract", "union", "intersection", "difference", "symmetric_difference", "join", "fromkeys"),
+    *("issubset", "issuperset", "isdisjoint", "fromlist", "__init__", "__iadd__", "__ior__"),
+}
+
+
+def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
+    """Record a call of a container's own method in C: of a dict, list, set, deque, bytearray or array."""
+    if isinstance(owner, dict) and name in ("get", "__getitem__", "__contains__", "setdefault") and args:
+        if name == "__contains__":
+            recording.contains(args[0], owner)
+        else:
+            recording._read_item(owner, args[0]) if type(owner).__getitem__ is dict.__getitem__ else recording.read_content(owner)
+        if name == "setdefault":
+            recording._write_item(owner, args[0])
+    elif isinstance(owner, dict) and name == "__setitem__":
+        recording.journal.entry(owner, args[0], recording._title(owner))
+    elif isinstance(owner, list) and name == "append":
+        recording.journal.append(owner, args[0], functools.partial(list.append, owner), recording._title(owner))
+    elif isinstance(owner, collections.deque) and name == "append" and owner.maxlen is None:
+        recording.journal.append(owner, args[0], functools.partial(collections.deque.append, owner), recording._title(owner))
+    elif isinstance(owner, set) and name == "add":
+        recording.journal.append(owner, args[0], functools.partial(set.add, owner), recording._title(owner))
+    elif name in _READERS:
+        recording.read_content(owner)
+    elif name not in ("__init__", "__new__"):
+        recording.mutate(owner)
+    for arg in args if name in _TAKE_ALL else ():
+        recording.advance(arg, f"passed to {name}()") if isinstance(arg, Iterator) else recording.read_content(arg)
+
+
+def update(recording: Recording, fn: Any, /, *given: Any, **named: Any) -> None:
+    """Record and do `owner.update(*given, **named)`. Before the call, values of keywords cannot be told from a dict to copy."""
+    owner = fn.__self__
+    for each in given:
+        recording.advance(each, "passed to update()") if isinstance(each, Iterator) else recording.read_content(each)
+    if all(isinstance(each, dict) for each in given):
+        for key in [key for each in (*given, named) for key in each]:
+            recording.journal.entry(owner, key, f"{recording._title(owner)}[...]")
+    else:
+        recording.mutate(owner)
+    fn(*given, **named)
+
+
+__all__ = ["CONTAINERS", "note_method", "update"]
