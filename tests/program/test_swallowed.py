@@ -24,7 +24,7 @@ def by_except(x: torch.Tensor) -> torch.Tensor:
 def by_suppress(x: torch.Tensor) -> torch.Tensor:
     k = 1.0
     with contextlib.suppress(RuntimeError):
-        k = float(x.sum())
+        k = round(x.sum().item(), 1)
     return x * k
 
 
@@ -37,7 +37,7 @@ def by_finally(x: torch.Tensor) -> torch.Tensor:
 
 def by_default(x: torch.Tensor) -> torch.Tensor:
     values = []
-    for read in (lambda: int(x[0]), lambda: x.numpy(), lambda: bool(x.any())):
+    for read in (lambda: str(x[0].item()), lambda: x.numpy(), lambda: bool(x.any())):
         try:
             values.append(read())
         except BaseException:
@@ -68,7 +68,7 @@ def test_a_refusal_is_not_lost(fn: Callable[..., Any]) -> None:
 def test_an_exception_of_its_own_instead_passes() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         try:
-            return x * float(x.sum())
+            return x * round(x.sum().item(), 1)
         except RuntimeError as error:
             raise KeyError("mine") from error
 

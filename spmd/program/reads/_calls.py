@@ -32,8 +32,9 @@ from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._classes import ask_classes, ask_names
 from spmd.program.reads._container_methods import CONTAINERS, note_method, update
+from spmd.program.reads._hidden_state import has_hidden_state, is_output, lock_setting
 from spmd.program.reads._journal import is_environment
-from spmd.program.reads._library import is_library, is_recorded
+from spmd.program.reads._library import is_library, is_recorded, keeps_state
 from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import for_noted_sizes
@@ -91,6 +92,7 @@ _CONCURRENT = {  # functions that run code in another thread or process, by pack
     "os": ("popen",),
     os.name: ("system",),
 }
+_LOCK = type(threading.Lock())
 _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
 
 
@@ -159,7 +161,7 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         _python_function(recording, fn, args)
     elif kind is types.BuiltinFunctionType and fn.__name__ == "update" and isinstance(fn.__self__, dict):
         return functools.partial(update, recording, fn)
-    elif kind is types.BuiltinFunctionType or kind is types.MethodWrapperType:
+    elif isinstance(fn, (types.BuiltinFunctionType, types.MethodWrapperType)):  # a method that gets its class has a type of its own
         _builtin_function(recording, fn, args)
     elif kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
         if args:
@@ -343,7 +345,8 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
             recording.iterate(arg)
     else:
         for arg in args:
-            recording.read_deep(arg)
+            if not (fn is builtins.print and is_output(arg, "write")):
+                recording.read_deep(arg)
 
 
 def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
@@ -394,8 +397,15 @@ def _c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]
         recording.mutate(owner)
     elif kind is functools._lru_cache_wrapper and name in ("cache_info", "cache_clear"):
         raise refused(f"{owner.__qualname__}.{name}(): the earlier calls of a cached function")
+    elif has_hidden_state(kind):
+        recording.advanced.setdefault(id(owner), (owner, f"changed by {name}(), which no other call sees"))
+    elif kind is _LOCK:
+        read, put = lock_setting(owner)
+        recording.ask(owner, ((id(owner), "locked"), f"{recording._title(owner)}.locked()", read))
+        recording.journal.setting(owner, "locked", "a lock", read, put)
     elif issubclass(kind, Iterator):
-        recording.advance(owner, f"advanced by {name}()")
+        if not is_output(owner, name):
+            recording.advance(owner, f"advanced by {name}()")
     elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
         recording.load_attr(owner, args[0])
     elif name in ("__setattr__", "__delattr__") and args and isinstance(args[0], str):
@@ -463,7 +473,7 @@ def parts_of(value: Any, recording: Recording) -> list[Any]:
     if issubclass(kind, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
         return []
     is_container = issubclass(kind, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
-    if issubclass(kind, Iterator) or (is_library(kind.__module__) and not is_container):
+    if issubclass(kind, Iterator) or (is_library(kind.__module__) and not (is_container or keeps_state(kind))):
         return []
     attributes = recording.attributes(value)
     return [attributes] if attributes else []

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.program.reads._hidden_state import IN_MEMORY, put_stream, stream_content
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import CDATA, content_of, is_same, items_of, slot_value
 
@@ -330,4 +331,6 @@ def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
         return lambda: holder.get(ABSENT), lambda content: None if content is ABSENT else holder.set(content) and None
     if isinstance(holder, np.ndarray):
         return holder.copy, lambda content: holder.__setitem__(..., content)
+    if isinstance(holder, IN_MEMORY):
+        return partial(stream_content, holder), partial(put_stream, holder)
     return None

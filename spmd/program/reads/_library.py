@@ -7,6 +7,7 @@ reads (torch's modules, optimizers and distributions; `contextlib`, `queue`; Hug
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import types
@@ -57,6 +58,9 @@ _LIBRARIES = frozenset(
         *("urllib3", "zmq"),
     }
 ) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
+_WITHOUT_STATE = frozenset(
+    {"logging", "warnings", "io", "_io", "builtins", "functools", "importlib", "inspect", "typing", "tempfile", "unittest", "__main__"}
+)
 _USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package, instrumented like user code
 _RECORDED = (  # parts of libraries that are instrumented
     *("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions"),
@@ -77,6 +81,21 @@ def is_recorded(module_name: str | None) -> bool:
     if not is_library(module_name):
         return module_name not in _OF_NAMESPACES and not str(module_name).startswith(_OF_TUPLES)
     return any(module_name == name or str(module_name).startswith(name + ".") for name in _RECORDED)
+
+
+def is_of_python(module_name: str | None) -> bool:
+    """Whether a module belongs to Python's own library, and holds more than settings, output and the language itself."""
+    name = str(module_name).partition(".")[0]
+    return name in sys.stdlib_module_names and name not in _WITHOUT_STATE
+
+
+@functools.cache
+def keeps_state(cls: type) -> bool:
+    """Whether instances of a library's class have attributes that its methods change, such as the value of a semaphore.
+
+    That is taken of Python's own classes, except for constants and for output, which no call repeats.
+    """
+    return bool(cls.__dictoffset__) and is_of_python(cls.__module__) and not issubclass(cls, enum.Enum)
 
 
 def is_library_property(found: Any) -> bool:

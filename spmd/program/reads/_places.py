@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole
+from spmd.program.reads._hidden_state import IN_MEMORY, stream_content
 from spmd.program.reads._host_bytes import put_host_bytes
 from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, is_tuple, part_of, paths_of
 from spmd.program.reads._varying import Varying
@@ -29,7 +30,6 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, sl
 CDATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: the base class of all numbers
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _MOST_SHOWN = 8  # largest container that a message shows with its items
-
 
 # (holder, key, value now) -> the value that a guard expects of the entry; INPUT, alone or in a tuple, accepts any number
 Expected = Callable[[Any, Any, Any], Any]
@@ -459,14 +459,14 @@ def content_place(value: Any, title: str) -> ContentPlace | None:
 def _reader_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, (set, frozenset)):
         return lambda: frozenset(value) if all(isinstance(v, PLAIN) for v in value) else tuple(sorted(map(id, value)))
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return lambda: tuple(value.ravel().tolist())
     if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            return lambda: tuple(value.ravel().tolist())
         return lambda: (value.shape, value.dtype.str, value.tobytes(), value.flags.writeable)
-    if isinstance(value, (bytearray, memoryview)):
+    if isinstance(value, (bytearray, memoryview, array.array)):
         return lambda: bytes(value)
-    if isinstance(value, array.array):
-        return value.tobytes
+    if isinstance(value, IN_MEMORY):
+        return lambda: stream_content(value)
     if isinstance(value, ContextVar):
         return lambda: value.get(ABSENT)
     if isinstance(value, CDATA):

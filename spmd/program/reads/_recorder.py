@@ -23,6 +23,7 @@ from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _swap
 from spmd.program.reads._choices import Choice, choose
 from spmd.program.reads._heap import HEAP
+from spmd.program.reads._hidden_state import IN_MEMORY, is_output
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_library_property, is_recorded
@@ -254,7 +255,12 @@ class Recording(PlacesWritten):
 
     def advance(self, iterator: Any, how: str) -> None:
         """Before an iterator is advanced. Unless its `__next__` is Python code, no call can repeat that for one from before the trace."""
-        self.read_content(iterator) if is_python(iterator) else self.advanced.setdefault(id(iterator), (iterator, how))
+        if is_python(iterator):
+            self.read_content(iterator)
+        elif isinstance(iterator, IN_MEMORY):
+            self.mutate(iterator)
+        elif not is_output(iterator):
+            self.advanced.setdefault(id(iterator), (iterator, how))
 
     def read_content(self, value: Any) -> None:
         """Record the whole content of a container, but not the content of its items."""
@@ -307,7 +313,7 @@ class Recording(PlacesWritten):
             return
         if id(value) not in self._ignored:
             self.read_content(value)
-            if isinstance(value, _calls.CONTAINERS) and id(value) not in self._owners:
+            if isinstance(value, _calls.CONTAINERS) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
                 self.journal.content(value, self._title(value))
         for part in (*_calls.parts_of(value, self), *_calls.memory_owners(value)):
             self.read_deep(part, depth + 1)
@@ -359,7 +365,8 @@ class Recording(PlacesWritten):
     def _refuse_advanced(self) -> None:
         for iterator, how in self.advanced.values():
             if self.is_before(iterator) and not _calls.is_endless(iterator):
-                raise _calls.refused(f"an iterator from before the call ({type(iterator).__name__}) was {how}")
+                kind = "an iterator" if isinstance(iterator, collections.abc.Iterator) else "an object"
+                raise _calls.refused(f"{kind} from before the call ({type(iterator).__name__}) was {how}")
 
         for generator, state in self.generators.values():
             if (self.is_before(generator) or not gc.is_tracked(generator)) and state_of(generator) != state:

@@ -5,6 +5,7 @@ It does not know how a trace becomes a program (`_capture`).
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
@@ -33,6 +34,7 @@ from spmd.program.optim._preparation import drop_unused_state, traceable
 from spmd.program.optim._state_rules import stored_like
 from spmd.program.optim._traced_state import Action, TracedState
 from spmd.program.reads import Effect, NumbersNeeded, Place, Recording, ReplacedState, guard_places, guard_who, recorded
+from spmd.program.reads._library import is_of_python
 from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._arguments import BoundArguments
@@ -136,6 +138,12 @@ _PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
 """The patches of torch during a trace, outermost first."""
 
 
+def is_raised_in_python(error: Exception) -> bool:
+    """Whether a function of Python's library raised the error, from what an object of its classes holds."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return is_of_python(frames[-1].f_globals.get("__name__"))
+
+
 @dataclass
 class Trace:
     """One trace and its records.
@@ -219,7 +227,7 @@ class Trace:
             if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
                 raise gradients.stale() from error
             raise
-        except (TypeError, IndexError, AttributeError, RuntimeError) as error:
+        except Exception as error:
             self._translate_error(error, recorder)
             raise
         finally:
@@ -241,6 +249,10 @@ class Trace:
         No exception is bound to a name: it would keep its frame alive, and the frame the values of the function.
         """
         text = str(error)
+        if not isinstance(error, (TypeError, IndexError, AttributeError, RuntimeError)):
+            if self.numbers.has_varying and ("Varying" in text or is_raised_in_python(error)):
+                raise NumbersNeeded from error
+            return
         if isinstance(error, TraceError) and recorder.knows_counts():
             raise CountsNeeded from error
         if isinstance(error, RuntimeError) and not any(words in text for words in ("scalar.isIntegral", "of Varying")):  # C++, of a size
