@@ -1,5 +1,10 @@
 """Functions ask for their recorded form while a trace runs, whoever calls them, and have their own code afterwards."""
 
+import inspect
+import logging
+import sys
+import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +112,46 @@ def test_functions_that_share_their_code_are_guarded_one_by_one() -> None:
         assert step(x).tolist() == [8.0]
     finally:
         SCALES.update(one=2.0, other=3.0)
+
+
+def callers() -> list[Any]:
+    return [sys._getframe(1).f_code.co_name, sys._getframe().f_back.f_lineno, inspect.stack()[1].function]  # type: ignore[union-attr]
+
+
+def warned() -> None:
+    warnings.warn("old", stacklevel=2)
+
+
+def logged(logger: logging.Logger) -> None:
+    logger.warning("new", stacklevel=2)
+
+
+def fails() -> None:
+    raise KeyError
+
+
+def test_frames_tell_who_called_when_a_function_is_first_called_too() -> None:
+    records: list[Any] = []
+    logger, handler = logging.Logger("of a test"), logging.Handler()
+    handler.emit = lambda record: records.append((record.funcName, record.lineno))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        records.extend(callers())
+        logged(logger)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            warned()
+        records.append((found[0].filename, found[0].lineno))
+        try:
+            fails()
+        except KeyError as error:
+            records.append([frame.name for frame in traceback.extract_tb(error.__traceback__)])
+        return x
+
+    seen: list[Any] = []
+    for call, device in ((spmd.compile(fn), "jax"), (fn, "cpu")):
+        call(torch.ones(1, device=device))
+        seen.append(list(records))
+        records.clear()
+    assert seen[0] == seen[1]

@@ -14,6 +14,7 @@ import random
 import secrets
 import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -381,6 +382,14 @@ def test_an_item_of_a_list_has_one_place_also_from_its_end() -> None:
     assert step.num_traces == 2
 
 
+SEEN: list[Any] = []
+
+
+class Finalised:
+    def __del__(self) -> None:
+        SEEN.append(self)
+
+
 REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {
     "iterator": lambda: iter([1.0, 2.0]).__next__,
     "generator": lambda: (v for v in (1.0, 2.0)).__next__,
@@ -391,6 +400,9 @@ REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {
     "time": lambda: time.time,
     "perf_counter": lambda: time.perf_counter,
     "datetime": lambda: lambda: float(datetime.datetime.now().second),
+    "an object with __del__": lambda: lambda: (Finalised(), 1.0)[1],
+    "finalize": lambda: lambda: (weakref.finalize(Finalised, print), 1.0)[1],
+    "a weak reference with a function": lambda: lambda: (weakref.ref(Finalised, print), 1.0)[1],
 }
 
 

@@ -19,6 +19,7 @@ import random
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -362,10 +363,14 @@ def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
             recording.iterate(arg)
         return
     if not is_recorded(cls.__module__):
+        if cls is weakref.finalize or (issubclass(cls, weakref.ref) and len(args) == 2 and args[1] is not None):
+            raise refused(f"weakref.{cls.__name__}() with a function, which runs when the trace drops the object")
         recording.ask(cls, question_of(cls, args))
         for arg in args:
             recording.read_deep(arg)
     else:
+        if type(deleter := getattr(cls, "__del__", None)) is types.FunctionType and is_recorded(deleter.__module__):
+            raise refused(f"{cls.__qualname__} has a __del__, which runs when the trace drops the object")
         recording.read_special_methods(cls)
         for name in ("__new__", "__init__"):
             recording.load_attr(cls, name)

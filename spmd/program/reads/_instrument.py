@@ -55,6 +55,7 @@ class Instrumenter:
 
     Attributes:
         original: id of instrumented code or of a stub -> the code that it was made from.
+        stubs: ids of the stubs.
     """
 
     def __init__(self, hooks: Hooks, on_entry: Callable[..., Any]) -> None:
@@ -69,6 +70,7 @@ class Instrumenter:
         self._replacements: dict[int, types.CodeType] = {}  # id of code -> its stub, or its instrumented form once the stub was called
         self._templates: dict[Any, types.CodeType] = {}
         self.original: dict[int, types.CodeType] = {}
+        self.stubs: set[int] = set()
         self._kept: list[types.CodeType] = []  # keeps alive the code whose ids are keys above
 
     def instrumented(self, code: types.CodeType) -> types.CodeType:
@@ -120,6 +122,7 @@ class Instrumenter:
                 co_freevars=code.co_freevars,
                 co_consts=tuple(_constant(c, code, keywords) for c in template.co_consts),
             )
+            self.stubs.add(id(made))
             self._note(made, code)
         return made
 

@@ -322,7 +322,7 @@ class Recording(PlacesWritten):
         """Before `fn(*args)`. Returns the callable to use instead."""
         if self.choice is not None and sys._getframe(3) is self.choice.frame:
             self.choice.require_pure(fn, args)
-        return _calls.note_call(self, fn, args)
+        return _swap.before_call(_calls.note_call(self, fn, args))
 
     def call_ex(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
         """Before `fn(*args, **kwargs)`. Returns the callable to use instead."""
@@ -331,7 +331,7 @@ class Recording(PlacesWritten):
         if isinstance(kwargs, dict):
             self.read_content(kwargs)
             given += tuple(kwargs.values())
-        return _calls.note_call(self, fn, given)
+        return _swap.before_call(_calls.note_call(self, fn, given))
 
     def choose(self, condition: Any, enters_if: bool) -> bool | Choice:
         """Before a block that only assigns local names: whether it runs, or a `Choice` if only the program knows. See Note [Choices]."""

@@ -130,14 +130,27 @@ def _on_entry(code: types.CodeType, closure: tuple[Any, ...], args: list[Any], k
     if code in REPLACEMENTS:
         original, recording = _original(code), _hooks.now()
         return original(*args, **kwargs) if recording is None else REPLACEMENTS[code](recording, original, *args, **kwargs)
+    fn = types.FunctionType(_entered(code), sys._getframe(1).f_globals, code.co_name, None, closure or None)
+    return fn(*args, **kwargs)
+
+
+def _entered(code: types.CodeType) -> types.CodeType:
+    """The instrumented form of `code`, which the functions with this code get."""
     made, is_first = _INSTRUMENTER.enter(code)
     if not is_first:
         for swapped in _swapped:
             for fn in swapped.with_code(code):
                 if code_of(fn) is code:
                     fn.__code__ = made
-    fn = types.FunctionType(made, sys._getframe(1).f_globals, code.co_name, None, closure or None)
-    return fn(*args, **kwargs)
+    return made
+
+
+def before_call(called: Any) -> Any:
+    """Give a function its instrumented code before it is called, so that its stub leaves no frames between the caller's and its own."""
+    fn = called.__func__ if type(called) is types.MethodType else called
+    if type(fn) is types.FunctionType and id(fn.__code__) in _INSTRUMENTER.stubs and (code := code_of(fn)) not in REPLACEMENTS:
+        fn.__code__ = _entered(code)
+    return called
 
 
 @functools.cache
