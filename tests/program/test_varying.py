@@ -551,3 +551,33 @@ def test_an_error_of_a_number_that_is_caught_chooses_among_programs(fn: Callable
     for k in (1, 2, 0, 4, 0, 9, 3):
         torch.testing.assert_close(step(x.to("jax"), k).cpu(), fn(x, k))
     assert step.num_traces <= 3
+
+
+def test_an_object_is_converted_to_a_number_by_its_own_code() -> None:
+    class Temperature:
+        def __init__(self) -> None:
+            self.value, self.seen = 1.0, list[float]()
+
+        def __float__(self) -> float:
+            return self.value
+
+        def step(self) -> None:
+            self.value *= 0.5
+            self.seen.append(self.value)
+
+    def run(wrap: Any, device: str) -> Any:
+        temperature, errors = Temperature(), list[str]()
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            temperature.step()
+            try:
+                temperature.value @ 2  # type: ignore[operator]
+            except TypeError as error:
+                errors.append(str(error))
+            return x * float(temperature)
+
+        step = wrap(fn)
+        assert [step(torch.ones(1, device=device)).item() for _ in range(5)] == [0.5**n for n in range(1, 6)]
+        return temperature.seen, errors, getattr(step, "num_traces", 0) <= 2
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")

@@ -57,6 +57,7 @@ from spmd.program.reads._varying import (
     NumberMethod,
     NumbersNeeded,
     Varying,
+    conversion,
     fixed,
     fixed_if_varying,
     is_sequence,
@@ -134,6 +135,11 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         return lambda number, *more, **options: fn(known(number), *more, **options)
     if is_converted(fn, args):
         return for_numbers(fn)
+    if (converted := conversion(fn, args)) is not None:
+        recording.read_class_of(args[0])
+        return converted
+    if type(fn) is Varying:
+        return fn.concrete()
     if any(map(is_lifted, args)) and (own := for_numbers(fn)) is not fn:
         note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
         return own

@@ -15,6 +15,7 @@ import builtins
 import collections
 import math
 import operator
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ import torch
 from spmd.base._errors import TraceAgain
 from spmd.device._numbers import NumberNode, is_of_host, lifted
 from spmd.device._storage import recording
+from spmd.program.reads._library import is_recorded
 from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
 from spmd.program.reads._number_calls import CHOICES, for_numbers, is_lifted
 
@@ -294,6 +296,7 @@ def _unary(name: str, fn: Callable[..., Any]) -> None:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
     _binary(_name.rstrip("_"), getattr(operator, _name))
 _binary("divmod", divmod)
+_binary("matmul", operator.matmul)
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _comparison(_name, getattr(operator, _name))
 for _name, _fn in {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert, "round": round}.items():
@@ -364,6 +367,30 @@ def with_fixed_keys(made: Any) -> Any:
         made.clear()
         made.update([(fixed_if_varying(k), v) for k, v in items] if isinstance(made, dict) else map(fixed_if_varying, items))
     return made
+
+
+def _kind_of(number: Any) -> type:
+    """The type that a number has in Python."""
+    return type(number.evaluate()) if type(number) is Varying else number.node.kind if is_lifted(number) else type(number)
+
+
+def conversion(fn: Any, args: tuple[Any, ...]) -> Callable[[Any], Any] | None:
+    """The callable to use for `float(x)` and `int(x)` of an object that instrumented code converts; None for other calls."""
+    if (fn is not float and fn is not int) or len(args) != 1:
+        return None
+    name = f"__{fn.__name__}__"
+    method = getattr(type(args[0]), name, None)
+    if type(method) is not types.FunctionType or not is_recorded(method.__module__):
+        return None
+
+    def convert(value: Any) -> Any:
+        found: Any = method(value)
+        kind = _kind_of(found)
+        if not issubclass(kind, fn):
+            raise TypeError(f"{type(value).__name__}.{name} returned non-{fn.__name__} (type {kind.__name__})")
+        return found if kind is fn else fn(found)
+
+    return convert
 
 
 def fixed_if_varying(key: Any) -> Any:
