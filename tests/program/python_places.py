@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import gzip
 import logging
 import operator
 import os
@@ -1074,6 +1075,34 @@ def in_a_file() -> tuple[Read, Write]:
 
     Path(path).write_text("2.0")
     return read, lambda v: Path(path).write_text(str(v))
+
+
+def read_latin(path: Path) -> float:
+    with open(path, encoding="latin-1") as file:
+        return float(file.read())
+
+
+def read_compressed(path: Path) -> float:
+    with gzip.open(path, "rt") as file:
+        return float(file.read())
+
+
+@place
+def in_a_file_of_an_encoding() -> tuple[Read, Write]:
+    path = Path(tempfile.mkdtemp()) / "scale"
+    path.write_text("2.0")
+    return lambda: read_latin(path), lambda v: path.write_text(str(v))
+
+
+@place
+def in_a_compressed_file() -> tuple[Read, Write]:
+    path = Path(tempfile.mkdtemp()) / "scale"
+
+    def write(value: float) -> None:
+        path.write_bytes(gzip.compress(str(value).encode()))
+
+    write(2.0)
+    return lambda: read_compressed(path), write
 
 
 @place

@@ -85,9 +85,9 @@ def is_converted(fn: Any, args: tuple[Any, ...]) -> bool:
     return any(fn is kind for kind in CONVERSIONS) and len(args) == 1 and is_device_tensor(args[0]) and args[0].numel() == 1
 
 
-def _converted(fn: Any, value: Any, *base: Any) -> Any:
+def _converted(fn: Any, value: Any, *base: Any, **options: Any) -> Any:
     number: Any = value.item() if isinstance(value, torch.Tensor) and not base else value
-    return converted(fn, number) if not base and _is_unknown(number) and not number.node.boolean else fn(value, *base)
+    return converted(fn, number) if not base and _is_unknown(number) and not number.node.boolean else fn(value, *base, **options)
 
 
 def _chosen(fn: Any, *given: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import locale
 import logging
@@ -45,7 +44,7 @@ _ASKS_OF_FILES = (
 _READS_FILES = {
     id(fn)
     for fn in (
-        *(builtins.open, os.stat, os.lstat, os.listdir, os.scandir, os.walk, torch.load),
+        *(os.stat, os.lstat, os.listdir, os.scandir, os.walk, torch.load),
         *(np.load, np.loadtxt, np.genfromtxt, np.fromfile, np.memmap),
     )
 }
@@ -58,8 +57,7 @@ _ASKS = {
         *(logging.Logger.getEffectiveLevel, logging.Logger.isEnabledFor, logging.Logger.hasHandlers),
     )
 }
-_READS_OF_PATHS = frozenset(("open", "read_text", "read_bytes", "stat", "lstat", "iterdir", "glob", "rglob", "walk"))
-_WRITES = frozenset("wxa+")
+_READS_OF_PATHS = frozenset(("stat", "lstat", "iterdir", "glob", "rglob", "walk"))
 _ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|(flash|math|mem_efficient|cudnn)_sdp_enabled|\w+_math_sdp_allowed")
 _SMALL = 1 << 16  # bytes
 # modules whose functions answer differently in a trace
@@ -121,11 +119,12 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
         return (id(fn), *map(os.fspath, paths)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, paths)
     if name in _ASKS_OF_PATHS and (is_method or module in ("posixpath", "ntpath")) and isinstance(path, (str, pathlib.Path)):
         return (name, *map(str, args)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, args)
-    if (is_method and name in _READS_OF_PATHS) or id(fn) in _READS_FILES:
-        if name == "open" and any(isinstance(mode, str) and set(mode) & _WRITES for mode in args[1:2]):
-            return None  # a file is written only while the function is traced
-        return ("file", os.fspath(path)), f"the file {os.fspath(path)!r}", partial(_state_of_file, path)
-    return None
+    return question_of_file(path) if (is_method and name in _READS_OF_PATHS) or id(fn) in _READS_FILES else None
+
+
+def question_of_file(path: Any) -> Question:
+    """The question for the content of a file or folder."""
+    return ("file", os.fspath(path)), f"the file {os.fspath(path)!r}", partial(_state_of_file, path)
 
 
 def _answer(fn: Any, args: tuple[Any, ...]) -> Any:
