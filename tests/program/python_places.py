@@ -15,6 +15,7 @@ import logging
 import operator
 import os
 import queue
+import random
 import sys
 import tempfile
 import types
@@ -1124,6 +1125,18 @@ def in_files_that_exist() -> tuple[Read, Write]:
             Path(names[value]).touch()
 
     return lambda: 3.0 if os.path.exists(names[3.0]) else 5.0 if Path(names[5.0]).is_file() else 2.0, write
+
+
+@place
+def in_the_states_of_random_generators() -> tuple[Read, Write]:
+    own = np.random.RandomState(2)
+
+    def write(value: float) -> None:
+        random.seed(int(value))
+        own.seed(int(value))
+
+    write(2.0)
+    return lambda: random.getstate()[1][5] % 7 + float(own.get_state()[1][5] % 5), write  # type: ignore[index]
 
 
 @place

@@ -52,7 +52,7 @@ from spmd.program.reads._number_calls import (
 from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of
 from spmd.program.reads._process_settings import SETTINGS, questions_of_call
-from spmd.program.reads._random_generators import GLOBAL_RANDOM
+from spmd.program.reads._random_generators import GLOBAL_RANDOM, exact_state
 from spmd.program.reads._varying import (
     NumberMethod,
     NumbersNeeded,
@@ -287,6 +287,8 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
     """Record the writes of those library methods whose effect other code reads as an attribute or an item."""
     if is_environment(owner) and name in ("pop", "popitem", "update", "setdefault", "clear"):
         recording.mutate(owner)
+    if name in ("getstate", "get_state") and isinstance(owner, (random.Random, np.random.RandomState)):
+        recording.ask_all([((id(owner), name), f"{type(owner).__name__}.{name}()", functools.partial(exact_state, owner))])
     if isinstance(owner, threading.Event):
         recording.load_attr(owner, "_flag")
         if name in ("set", "clear"):

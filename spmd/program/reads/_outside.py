@@ -53,7 +53,7 @@ _ASKS = {
     id(fn)
     for fn in (
         *(os.getcwd, os.getcwdb, sys.getrecursionlimit, sys.getswitchinterval, sys.get_int_max_str_digits, gc.isenabled, gc.get_threshold),
-        *(np.geterr, np.get_printoptions, locale.getlocale, tempfile.gettempdir, socket.getdefaulttimeout),
+        *(torch.initial_seed, np.geterr, np.get_printoptions, locale.getlocale, tempfile.gettempdir, socket.getdefaulttimeout),
         *(logging.Logger.getEffectiveLevel, logging.Logger.isEnabledFor, logging.Logger.hasHandlers),
     )
 }

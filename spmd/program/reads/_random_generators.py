@@ -34,4 +34,12 @@ def state_of(generator: Any) -> Any:
     return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.state)
 
 
-__all__ = ["GLOBAL_RANDOM", "is_generator", "state_of"]
+def exact_state(generator: random.Random | np.random.RandomState) -> tuple[Any, ...]:
+    """The whole state of a generator that a function has read, as plain values."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    name, key, *rest = generator.get_state(legacy=True)
+    return name, key.tobytes(), *rest  # type: ignore[union-attr]
+
+
+__all__ = ["GLOBAL_RANDOM", "exact_state", "is_generator", "state_of"]
