@@ -24,7 +24,7 @@ from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
 from spmd.device._deferred import Deferrable
 from spmd.device._only_device import on_only_device, takes_device
-from spmd.device._refusals import WRITES_APART, check_in_place, check_out, check_out_dtype, check_overlap, require_apart
+from spmd.device._refusals import WRITES_APART, check_cast, check_in_place, check_out, check_overlap, check_results, require_apart
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import Lowering, lookup, lowerings
@@ -207,9 +207,8 @@ def variants(op: OpOverload, adapter: Adapter) -> list[tuple[OpOverload, Any]]:
     """The in-place and out= overloads of the functional `op`, each with its kernel."""
     found: list[tuple[OpOverload, Any]] = []
     for other in variants_of(op):
-        outs = [a.name for a in other._schema.arguments if a.is_out]
-        if outs:
-            found.append((other, _out_kernel(adapter, outs, takes_dtype=_dtype_is_left_to_out(op, other))))
+        if _out_names(other):
+            found.append((other, _out_kernel(adapter, other, takes_dtype=_dtype_is_left_to_out(op, other))))
         elif other._schema.name.endswith("_"):
             found.append((other, _in_place_kernel(adapter)))
     return found
@@ -267,7 +266,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
                         fix="use the out-of-place form",
                     )
                 )
-            check_out_dtype("", to_torch_dtype(value.dtype), self)
+            check_cast(to_torch_dtype(value.dtype), self.dtype)
             store(self, _copy.like_placement(value, self))
         return self
 
@@ -283,22 +282,31 @@ def _dtype_is_left_to_out(functional: OpOverload, op: OpOverload) -> bool:
 _SUMMED_IN_OUT = frozenset({"cumprod", "cumsum", "mean", "nansum", "prod", "sum"})  # computed in the dtype of their `out`
 
 
-def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any:
-    """`takes_dtype`: pass the dtype of the tensor that is written as the argument `dtype`."""
+def _out_kernel(adapter: Adapter, op: OpOverload, *, takes_dtype: bool) -> Any:
+    """The kernel of the `out=` overload `op`.
+
+    Args:
+        adapter: runs the functional form.
+        op: the overload.
+        takes_dtype: pass the dtype of the tensor that is written as the argument `dtype`.
+    """
+    names = _out_names(op)
 
     def out(*args: Any, **kwargs: Any) -> Any:
         targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(names) + i] for i, name in enumerate(names)]
+        given = dict(kwargs)
         check_out(adapter.name, targets, (*args, *kwargs.values()))
         if takes_dtype or (adapter.name in _SUMMED_IN_OUT and kwargs.get("dtype") is None):
             kwargs["dtype"] = targets[0].dtype
         with exact_dtypes():
             values = adapter.arrays(args, kwargs)
             values = list(values) if isinstance(values, tuple | list) else [values]
-            for value, target in zip(values, targets, strict=True):
-                check_out_dtype(adapter.name, to_torch_dtype(value.dtype), target)
-            if any(tuple(target.shape) != value.shape for value, target in zip(values, targets, strict=True)):
+            results = [(to_torch_dtype(value.dtype), tuple(value.shape)) for value in values]
+            others = args[: len(adapter.names)]
+            warns = check_results(op, others, given, dict(zip(names, targets, strict=True)), results, draws=adapter.lowering.random)
+            if any(tuple(target.shape) != shape for target, (_, shape) in zip(targets, results, strict=True)):
                 for value, target in zip(values, targets, strict=True):
-                    _resize_out(target, value.shape)
+                    _resize_out(target, value.shape, warns=warns)
                 check_out(adapter.name, targets, (*args, *kwargs.values()))  # a resized target may overlap what is read
             for value, target in zip(values, targets, strict=True):
                 store(target, value)
@@ -307,11 +315,11 @@ def _out_kernel(adapter: Adapter, names: list[str], *, takes_dtype: bool) -> Any
     return out
 
 
-def _resize_out(target: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Resize the tensor that is written to the shape of the result; warn like torch if it has elements."""
+def _resize_out(target: torch.Tensor, shape: tuple[int, ...], *, warns: bool) -> None:
+    """Resize the tensor that is written to the shape of the result; with `warns`, warn like torch if it has elements."""
     if tuple(target.shape) == tuple(shape):
         return
-    if target.numel():
+    if warns and target.numel():
         warnings.warn(
             f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not match the required "
             f"output shape {list(shape)}. This behavior is deprecated, and in a future PyTorch release outputs will not be resized "
@@ -356,12 +364,15 @@ def fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     try:
         decomposition = decomposition_table.get(op)
         if decomposition is not None:
-            out = decomposition(*args, **kwargs)
+            out = _to_out_tensors(op, decomposition, args, kwargs) if _out_names(op) else decomposition(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         functional = _functional_of(op)
+        if functional is not None and _out_names(op):
+            return _to_out_tensors(op, functional, args, kwargs, takes_dtype=_dtype_is_left_to_out(functional, op))
         if functional is not None:
-            return _through_functional(op, functional, args, kwargs)
+            args[0].copy_(functional(*args, **kwargs))
+            return args[0]
     finally:
         _inside.reset(token)
     raise unsupported(op, args, kwargs)
@@ -402,24 +413,27 @@ def _functional_of(op: OpOverload) -> OpOverload | None:
     return None
 
 
-def _through_functional(op: OpOverload, functional: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    outs = [a.name for a in op._schema.arguments if a.is_out]
-    if outs:
-        targets = [kwargs.pop(name) if name in kwargs else args[len(args) - len(outs) + i] for i, name in enumerate(outs)]
-        name = functional._schema.name.partition("::")[2]
-        check_out(name, targets, (*args, *kwargs.values()))
-        if _dtype_is_left_to_out(functional, op):
-            kwargs["dtype"] = targets[0].dtype
-        results = functional(*args[: len(functional._schema.arguments)], **kwargs)
-        results = results if isinstance(results, tuple | list) else (results,)
-        for target, result in zip(targets, results, strict=True):
-            check_out_dtype(name, result.dtype, target)
-        for target, result in zip(targets, results, strict=True):
-            _resize_out(target, result.shape)
-            target.copy_(result)
-        return targets[0] if len(targets) == 1 else tuple(targets)
-    args[0].copy_(functional(*args, **kwargs))
-    return args[0]
+def _out_names(op: OpOverload) -> list[str]:
+    return [a.name for a in op._schema.arguments if a.is_out]
+
+
+def _to_out_tensors(op: OpOverload, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, takes_dtype: bool = False) -> Any:
+    """Write the results of `functional` to the tensors that the `out=` overload `op` is given."""
+    names = _out_names(op)
+    others = args[: len(op._schema.arguments) - len(names)]
+    given = {name: arg for name, arg in kwargs.items() if name not in names}
+    targets = [kwargs[name] if name in kwargs else args[len(args) - len(names) + i] for i, name in enumerate(names)]
+    check_out(op._schema.name.partition("::")[2], targets, (*others, *given.values()))
+    results = functional(*others, **({**given, "dtype": targets[0].dtype} if takes_dtype else given))
+    if results is NotImplemented:
+        return results
+    results = results if isinstance(results, tuple | list) else (results,)
+    computed = [(result.dtype, tuple(result.shape)) for result in results]
+    warns = check_results(op, others, given, dict(zip(names, targets, strict=True)), computed, draws=False)
+    for target, result in zip(targets, results, strict=True):
+        _resize_out(target, result.shape, warns=warns)
+        target.copy_(result)
+    return targets[0] if len(targets) == 1 else tuple(targets)
 
 
 def unsupported(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOpError:

@@ -31,7 +31,7 @@ _FEW = 2**16  # total number of elements up to which the real shapes are used
 _SMALL = 8  # maximum size of a dim for larger calls
 _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
-_IS_OF_DTYPES = re.compile(r"type|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ")
+_IS_OF_DTYPES = re.compile(r"type|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long")
 # Ops for which accelerators accept more than the CPU: they count integers (a size that depends on values is refused elsewhere),
 # and they keep the statistics of a 16-bit batch norm in float32.
 _OTHER_ON_ACCELERATORS = {"aten::histc", "aten::bincount", "aten::native_batch_norm_backward"}
@@ -103,7 +103,7 @@ class MetaCheck:
             return tuple(None if o is None else o.dtype for o in outs) or None
         return None
 
-    def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> None:
+    def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> list[str] | None:
         """Raise CPU torch's error for arguments of these dtypes, which meta kernels seldom check.
 
         Runs once per plan, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes are ignored.
@@ -111,20 +111,24 @@ class MetaCheck:
 
         Args:
             draws: whether the op draws random numbers, which must not advance the user's stream.
+
+        Returns:
+            The CPU's warnings if it accepted the call; None if it was not asked, or its error was ignored.
         """
         if not self.is_complete or self.op._schema.name in _LIMITS_OF_A_KERNEL | _OTHER_ON_ACCELERATORS:
-            return
+            return None
         if self.op._schema.name == "aten::linear" and {slot.dtype for slot in _tensor_slots(self.args)} <= _MIXED:
-            return  # parameters are cast, but inputs are not
+            return None  # parameters are cast, but inputs are not
         shapes = {index: tuple(values[index].shape) for index in self.holes}
         whole, args = shapes, self._cut_args()
         if sum(map(math.prod, shapes.values())) > _FEW:
             shapes = {index: tuple(min(size, _SMALL) for size in shape) for index, shape in shapes.items()}
         is_whole = shapes == whole and args == list(self.args)
-        with warnings.catch_warnings(), torch.random.fork_rng((), enabled=draws, device_type="cpu"):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as warned, torch.random.fork_rng((), enabled=draws, device_type="cpu"):
+            warnings.simplefilter("always")
             try:
                 self._run("cpu", shapes, args)
+                return [str(warning.message) for warning in warned]
             except IndexError as error:  # an index out of bounds of the small dim may be valid in the large one
                 if (is_whole or _IS_OF_DTYPES.search(str(error))) and not self._is_of_masks_values(error):
                     raise
@@ -132,6 +136,7 @@ class MetaCheck:
                 text = str(error)
                 if _IS_OF_DTYPES.search(text) and not _LACKS_A_KERNEL.search(text):
                     raise
+        return None
 
     def _check_on_cpu(self, shapes: dict[int, tuple[int, ...]]) -> None:
         with contextlib.suppress(NotImplementedError, Warning):
@@ -232,34 +237,11 @@ _WRITES_EXPANDED = frozenset({
 _READS_ALL_ALONG = frozenset({"cat", "gather", "index_select", "kthvalue", "linalg_cross", "masked_select", "take"})
 # In-place ops that may not read the tensor that they write to; pointwise ops may read the same window.
 WRITES_APART = frozenset({"index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce"})
-# Ops whose `out=` must have exactly the result's dtype; others cast.
-_EXACT_OUT = frozenset({
-    "addmm", "addmv", "aminmax", "argmax", "argmin", "baddbmm", "bmm", "bucketize", "ceil", "complex", "cummax", "cummin", "diag",
-    "floor", "frac", "gather", "heaviside", "index_copy", "index_reduce", "index_select", "kthvalue", "lerp", "linalg_cholesky_ex",
-    "linalg_cross", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve",
-    "linalg_qr", "logcumsumexp", "lu_unpack", "masked_select", "max", "median", "min", "mm", "mode", "multinomial", "nanmedian", "neg",
-    "nonzero", "polar", "renorm", "round", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sgn", "sign", "sort", "take",
-    "topk", "triangular_solve", "tril", "triu", "trunc",
-})
 # fmt: on
 _SHARED = (
     "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
     "Please clone() the tensor before performing the operation."
 )
-_C_NAMES = {
-    torch.bool: "bool",
-    torch.uint8: "unsigned char",
-    torch.int8: "signed char",
-    torch.int16: "short int",
-    torch.int32: "int",
-    torch.int64: "long int",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.complex64: "c10::complex<float>",
-    torch.complex128: "c10::complex<double>",
-}  # fmt: skip
 
 
 def check_in_place(name: str, target: torch.Tensor) -> None:
@@ -350,22 +332,54 @@ def check_expands(target: torch.Tensor, source: torch.Tensor) -> None:
             )
 
 
-def check_out_dtype(name: str, computed: torch.dtype, target: torch.Tensor) -> None:
-    """Raise torch's error if a result cannot be written to `target` because of its dtype.
+def check_cast(computed: torch.dtype, target: torch.dtype) -> None:
+    """Raise torch's error if a result of dtype `computed` cannot be written to a tensor of dtype `target`."""
+    if not torch.can_cast(computed, target):
+        raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target)}")
+
+
+def check_results(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    targets: dict[str, torch.Tensor],
+    results: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+    *,
+    draws: bool,
+) -> bool:
+    """Raise CPU torch's error if it does not write these results to the tensors of `out=`.
+
+    Some ops cast, and some need exactly the result's dtype. Some warn about a resize. So if a dtype or shape differs, the CPU runs the op
+    once with zeros.
 
     Args:
-        name: name of the op without its overload.
-        computed: dtype of the result.
-        target: the tensor to write to.
+        op: the `out=` overload.
+        args, kwargs: its other arguments.
+        targets: the tensors to write to, by parameter.
+        results: dtype and shape of each result.
+        draws: whether the op draws random numbers.
 
-    Raises:
-        RuntimeError: torch does not allow this cast, or the op does not cast.
+    Returns:
+        Whether the CPU warns about tensors that it resizes.
     """
-    if not torch.can_cast(computed, target.dtype):
-        raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target.dtype)}")
-    if computed != target.dtype and name in _EXACT_OUT:
-        wanted, got = _C_NAMES.get(computed, computed), _C_NAMES.get(target.dtype, target.dtype)
-        raise RuntimeError(f"Expected out tensor to have dtype {wanted}, but got {got} instead")
+    if all((t.dtype, tuple(t.shape)) == result for t, result in zip(targets.values(), results, strict=True)):
+        return False
+    tensors: list[torch.Tensor] = []
+
+    def placed(arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return [placed(item) for item in arg]
+        if not (isinstance(arg, torch.Tensor) and arg.device.type == "jax"):
+            return meta_argument(arg, None)
+        tensors.append(arg)
+        return TensorSlot(len(tensors) - 1, arg.dtype)
+
+    check = MetaCheck(op, tuple(map(placed, args)), {name: placed(arg) for name, arg in {**kwargs, **targets}.items()})
+    warned = check.check_dtypes(tensors, draws=draws)
+    if warned is None:
+        for target, (computed, _) in zip(targets.values(), results, strict=True):
+            check_cast(computed, target.dtype)
+    return warned is None or any("resized" in text for text in warned)
 
 
 def _title(dtype: torch.dtype) -> str:
@@ -410,10 +424,11 @@ __all__ = [
     "TensorSlot",
     "MetaCheck",
     "meta_argument",
+    "check_cast",
     "check_expands",
     "check_in_place",
     "check_out",
-    "check_out_dtype",
+    "check_results",
     "check_overlap",
     "require_apart",
 ]

@@ -49,7 +49,26 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "transposed_add_": lambda d: (x := torch.ones(3, 3, device=d)).add_(x.t()),
     "shifted_scatter_": lambda d: (x := torch.arange(6.0, device=d))[:3].scatter_(0, torch.tensor([0, 1, 2], device=d), x[1:4]),
     "own_index_add_": lambda d: (x := torch.arange(3.0, device=d)).index_add_(0, torch.tensor([0, 1, 2], device=d), x),
-    "dtype_of_out": lambda d: torch.mm(torch.ones(2, 2, device=d), torch.ones(2, 2, device=d), out=torch.ones(2, 2, device=d).double()),
+    **{
+        f"out_of_{name}": lambda d, fn=fn: fn(torch.ones(2, 2, device=d), torch.ones(2, 2, dtype=torch.float64, device=d))
+        for name, fn in {
+            "mm": lambda x, out: torch.mm(x, x, out=out),
+            "matmul": lambda x, out: torch.matmul(x[0], x[0], out=out[0, 0]),
+            "where": lambda x, out: torch.where(x > 0, x, x, out=out),
+            "abs": lambda x, out: torch.abs(x, out=out),
+            "gelu": lambda x, out: torch.ops.aten.gelu.out(x, out=out),
+            "amax": lambda x, out: torch.amax(x, 0, out=out[0]),
+            "sum": lambda x, out: torch.sum(x, 0, dtype=torch.int64, out=out[0]),
+            "any": lambda x, out: torch.any(x, 0, out=out[0]),
+            "frexp": lambda x, out: torch.frexp(x, out=(out, out.int())),
+            "cat": lambda x, out: torch.cat([x], out=out.bool()),
+            "isin": lambda x, out: torch.isin(x, x, out=out),
+            "nan_to_num": lambda x, out: torch.nan_to_num(x, out=out),
+            "softmax": lambda x, out: torch.softmax(x, 0, out=out),
+            "solve": lambda x, out: torch.linalg.solve(x + torch.eye(2, device=x.device), x, out=out),
+            "multinomial": lambda x, out: torch.multinomial(x, 1, out=out),
+        }.items()
+    },
 }
 
 
@@ -72,6 +91,16 @@ def test_out_may_be_an_input_but_not_a_part_of_one(device: str) -> None:
     with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor"):
         torch.take(x, torch.tensor([3, 2, 1, 0], device=device), out=x)
     torch.testing.assert_close(x.cpu(), torch.arange(4.0) + 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_out_is_cast_and_resized_with_the_cpus_warnings(device: str) -> None:
+    x, counts = torch.ones(2, 2, device=device), torch.zeros(2, 2, dtype=torch.int64, device=device)
+    assert torch.bernoulli(x, out=counts).tolist() == [[1, 1], [1, 1]]
+    assert torch.lerp(x, 3 * x, 0.5, out=counts.double()).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert torch.ones(3, device=device, out=counts).tolist() == [1, 1, 1]  # no warning, which would be an error here
+    with pytest.warns(UserWarning, match="An output with one or more elements was resized"):
+        torch.add(x, x, out=torch.ones(3, device=device))
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
