@@ -164,7 +164,7 @@ def _computed_by(op: OpOverload) -> tuple[How, str]:
     kernel = kernel.kernel if isinstance(kernel, Deferrable) else kernel
     if lowering is not None:
         return "rule", _rule_source(lowering)
-    if kernel is not None:
+    if kernel is not None and installed().by.get(_short(op)) != "composite":
         return ("view" if op.is_view else "device"), _source(kernel)
     if op.is_view:
         return "view", ""

@@ -337,7 +337,10 @@ class Adapter:
             {name: meta_argument(arg, named.get(name)) for name, arg in kwargs.items()},
         )
         results = meta_check.results(dynamic)
-        meta_check.check_dtypes(dynamic, draws=self.lowering.random)
+        on_cpu = meta_check.check_dtypes(dynamic, draws=self.lowering.random)
+        if on_cpu is not None and results is not None and on_cpu.dtypes is not None:
+            # meta kernels in Python differ (bools ** True are bools); for floats they state what accelerators keep in float32
+            results = tuple(m if m is None or m.is_floating_point else c for m, c in zip(results, on_cpu.dtypes, strict=True))
         compute: list[np.dtype[Any] | None] = [None] * counter[0]
         if self.lowering.pointwise:
             compute = self._compute_dtypes(args, kwargs, results, counter[0])

@@ -262,4 +262,18 @@ def bounds_of(op: OpOverload) -> Bounds | None:
     return REFUSED.get(name) or BOUNDS.get(name.partition(".")[0])
 
 
-__all__ = ["BOUNDS", "Bound", "are_checked", "bounds_of", "check", "checked"]
+def checked_composite(op: OpOverload) -> Callable[..., Any]:
+    """A kernel of a composite that checks values, which torch's own does only on the CPU, and then decomposes."""
+    bounds, names = bounds_of(op), [argument.name for argument in op._schema.arguments]
+    assert bounds is not None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if not any(type(value).__name__ in ("FakeTensor", "FunctionalTensor") for value in named.values()):
+            check(bounds, op._schema.name.partition("::")[2], named)
+        return op.decompose(*args, **kwargs)
+
+    return kernel
+
+
+__all__ = ["BOUNDS", "Bound", "are_checked", "bounds_of", "check", "checked", "checked_composite"]

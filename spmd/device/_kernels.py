@@ -23,12 +23,13 @@ from spmd.device import _aliases, _asserted, _autocast, _copy, _derivatives, _ex
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
 from spmd.device._deferred import Deferrable
+from spmd.device._indices import checked_composite
 from spmd.device._only_device import on_only_device, takes_device
 from spmd.device._refusals import WRITES_APART, check_cast, check_in_place, check_out, check_overlap, check_results, require_apart
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import Lowering, lookup, lowerings
-from spmd.lowering._registry import is_composite, listen
+from spmd.lowering._registry import is_composite, listen, resolve
 
 _SPECIAL = {
     # nn.TransformerEncoder calls it to decide whether padding may become a nested tensor, which this device does not support
@@ -189,6 +190,9 @@ def install() -> Installed:
         installed.install_functional(lowering)
     for op in lowerings():
         installed.install_variants(op)
+    for name in ("quantile", "nanquantile"):
+        for key in ("PrivateUse1", "AutogradPrivateUse1"):
+            installed.add(name, checked_composite(resolve(name)), key, by="composite")
     for name, kernel in _derivatives.kernels().items():
         installed.add(name, kernel, "AutogradPrivateUse1")
     for name, kernel in _autocast.kernels().items():

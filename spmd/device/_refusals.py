@@ -17,7 +17,7 @@ import re
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,13 @@ class TensorSlot:
     def __init__(self, index: int, dtype: torch.dtype) -> None:
         self.index = index
         self.dtype = dtype
+
+
+class OnCpu(NamedTuple):
+    """How the CPU ran a call: dtypes of its results, and its warnings."""
+
+    dtypes: Dtypes
+    warnings: list[str]
 
 
 class MetaCheck:
@@ -98,12 +105,9 @@ class MetaCheck:
         if refused:
             self._check_on_cpu(shapes)
         self.accepted.add(tuple(shapes.values()))
-        outs = out if isinstance(out, tuple | list) else (out,)
-        if out is not None and all(o is None or isinstance(o, torch.Tensor) for o in outs):
-            return tuple(None if o is None else o.dtype for o in outs) or None
-        return None
+        return _dtypes(out)
 
-    def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> list[str] | None:
+    def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> OnCpu | None:
         """Raise CPU torch's error for arguments of these dtypes, which meta kernels seldom check.
 
         Runs once per plan, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes are ignored.
@@ -113,7 +117,7 @@ class MetaCheck:
             draws: whether the op draws random numbers, which must not advance the user's stream.
 
         Returns:
-            The CPU's warnings if it accepted the call; None if it was not asked, or its error was ignored.
+            What the CPU said if it accepted the call; None if it was not asked, or its error was ignored.
         """
         if not self.is_complete or self.op._schema.name in _LIMITS_OF_A_KERNEL | _OTHER_ON_ACCELERATORS:
             return None
@@ -127,8 +131,7 @@ class MetaCheck:
         with warnings.catch_warnings(record=True) as warned, torch.random.fork_rng((), enabled=draws, device_type="cpu"):
             warnings.simplefilter("always")
             try:
-                self._run("cpu", shapes, args)
-                return [str(warning.message) for warning in warned]
+                return OnCpu(_dtypes(self._run("cpu", shapes, args)), [str(warning.message) for warning in warned])
             except IndexError as error:  # an index out of bounds of the small dim may be valid in the large one
                 if (is_whole or _IS_OF_DTYPES.search(str(error))) and not self._is_of_masks_values(error):
                     raise
@@ -168,6 +171,13 @@ class MetaCheck:
             kwargs["generator"] = torch.Generator()
         with DisableAutocast():
             return self.op(*args, **kwargs)
+
+
+def _dtypes(out: Any) -> Dtypes:
+    outs = out if isinstance(out, tuple | list) else (out,)
+    if out is None or not all(o is None or isinstance(o, torch.Tensor) for o in outs):
+        return None
+    return tuple(None if o is None else o.dtype for o in outs) or None
 
 
 def _is_sizes(arg: Any) -> bool:
@@ -375,11 +385,11 @@ def check_results(
         return TensorSlot(len(tensors) - 1, arg.dtype)
 
     check = MetaCheck(op, tuple(map(placed, args)), {name: placed(arg) for name, arg in {**kwargs, **targets}.items()})
-    warned = check.check_dtypes(tensors, draws=draws)
-    if warned is None:
+    on_cpu = check.check_dtypes(tensors, draws=draws)
+    if on_cpu is None:
         for target, (computed, _) in zip(targets.values(), results, strict=True):
             check_cast(computed, target.dtype)
-    return warned is None or any("resized" in text for text in warned)
+    return on_cpu is None or any("resized" in text for text in on_cpu.warnings)
 
 
 def _title(dtype: torch.dtype) -> str:

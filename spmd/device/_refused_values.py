@@ -110,6 +110,11 @@ def _probabilities(named: _Named) -> Iterator[Refused]:
         yield Refused(tensor, _not_in_unit, f"all elements of {name} should be between 0 and 1")
 
 
+def _fractions(named: _Named) -> Iterator[Refused]:
+    if named["q"].numel():
+        yield Refused(named["q"], _not_in_unit, "quantile() q values must be in the range [0, 1]")
+
+
 _CHANCE = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
 _DEVIATION = "normal expects all elements of std >= 0.0"
 _REMAINDERS = ("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar")
@@ -122,6 +127,7 @@ REFUSED: dict[str, Callable[[_Named], Iterator[Refused]]] = {
     **dict.fromkeys(("normal.float_Tensor", "normal.Tensor_Tensor"), _each("std", _has_negative, _DEVIATION)),
     "poisson": _each("self", _has_negative, "invalid Poisson rate, expected rate to be non-negative"),
     "binary_cross_entropy": _probabilities,
+    **dict.fromkeys(("quantile", "nanquantile"), _fractions),
 }
 
 __all__ = ["REFUSED", "Refused"]

@@ -1,4 +1,4 @@
-"""The four arithmetic operations on arrays. They bypass jnp's jit if the operands already agree.
+"""The four arithmetic operations on arrays, and limits. The operations bypass jnp's jit if the operands already agree.
 
 Every jnp function is jitted. Its first trace for new shapes takes 0.3 ms, a third of the time to trace a small training step.
 Operands of equal dtype and shape, or of equal dtype where one is 0-dim, do not need jnp's promotion.
@@ -35,4 +35,15 @@ sub = _direct(jnp.subtract, lax.sub, is_exact=True)
 mul = _direct(jnp.multiply, lax.mul, is_exact=True)
 div = _direct(jnp.true_divide, lax.div, is_exact=False)
 
-__all__ = ["add", "div", "mul", "sub"]
+
+def at_least(x: Any, bound: Any) -> Any:
+    """The larger of `x` and `bound`; NaN if one of them is. XLA's maximum of zeros is +0.0; torch's CPU keeps `x`, also if it is -0.0."""
+    return jnp.where((x < bound) | (bound != bound), bound, x)
+
+
+def at_most(x: Any, bound: Any) -> Any:
+    """The smaller of `x` and `bound`; see `at_least`."""
+    return jnp.where((x > bound) | (bound != bound), bound, x)
+
+
+__all__ = ["add", "at_least", "at_most", "div", "mul", "sub"]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.lowering._arithmetic import at_least, at_most
 from spmd.lowering._registry import lower
 
 lower("sigmoid", pointwise=True)(jax.nn.sigmoid)
@@ -15,7 +16,7 @@ lower("silu", pointwise=True)(jax.nn.silu)
 
 @lower("relu", pointwise=True)
 def relu(self: Any) -> Any:
-    return jnp.maximum(self, jnp.zeros((), self.dtype))
+    return at_least(self, jnp.zeros((), self.dtype))
 
 
 @lower("threshold", pointwise=True)
@@ -56,7 +57,7 @@ def gelu_backward(grad_output: Any, self: Any, *, approximate: str = "none") -> 
 
 @lower("elu", pointwise=True)
 def elu(self: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Any:
-    return jnp.where(self > 0, self * scale, jnp.expm1(self * input_scale) * alpha * scale)
+    return jnp.where(self < 0, jnp.expm1(self * input_scale) * alpha * scale, self * scale)
 
 
 @lower("elu_backward", pointwise=True, promoted=("grad_output", "self_or_result"))
@@ -85,7 +86,7 @@ def leaky_relu_backward(grad_output: Any, self: Any, negative_slope: Any, self_i
 
 @lower("hardtanh", pointwise=True)
 def hardtanh(self: Any, min_val: Any = -1, max_val: Any = 1) -> Any:
-    return jnp.minimum(jnp.maximum(self, min_val), max_val)
+    return at_most(at_least(self, min_val), max_val)
 
 
 @lower("hardtanh_backward", pointwise=True, promoted=("grad_output", "self"))

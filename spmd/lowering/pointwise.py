@@ -89,8 +89,8 @@ _TABLE: dict[str, Any] = {
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
     "floor": _unless_integral(jnp.floor),
-    "fmax": jnp.fmax,
-    "fmin": jnp.fmin,
+    "fmax": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
+    "fmin": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
     "fmod.Tensor fmod.Scalar": jnp.fmod,
     "frac": lambda x: x - jnp.trunc(x),
     "frexp.Tensor": jnp.frexp,
@@ -172,7 +172,9 @@ def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
     if is_integral:
         return jnp.floor_divide(self, other)
     wide = jnp.promote_types(jnp.result_type(self, other), jnp.float32)
-    return jnp.floor_divide(jnp.asarray(self, wide), jnp.asarray(other, wide))
+    self, other = jnp.asarray(self, wide), jnp.asarray(other, wide)
+    floor = jnp.floor_divide(self, other)
+    return jnp.where(floor == 0, jnp.copysign(floor, self / other), floor)
 
 
 @lower("pow.Tensor_Scalar", pointwise=True, static=("exponent",))
@@ -199,9 +201,12 @@ def pow_tensor(self: Any, exponent: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """The power of floating or complex numbers. jax computes complex powers by the logarithm, so `0 ** (1 + 1j)` needs its value, 0."""
+    """The power of floating or complex numbers. Complex powers of 0 are torch's: 0 for exponents with a positive real part, NaN for 0."""
     power = jnp.power(base, exponent)
-    return jnp.where((base == 0) & (jnp.real(exponent) > 0), 0, power) if jnp.iscomplexobj(power) else power
+    if not jnp.iscomplexobj(power):
+        return power
+    power = jnp.where((base == 0) & (jnp.real(exponent) > 0), 0, power)
+    return jnp.where((base == 0) & (exponent == 0), complex(jnp.nan, jnp.nan), power)
 
 
 def _integer_power(base: Any, exponent: Any) -> Any:
@@ -239,13 +244,13 @@ def masked_fill(self: Any, mask: Any, value: Any) -> Any:
 @lower("clamp", "clamp.Tensor", "clamp_min", "clamp_min.Tensor", pointwise=True)
 def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     if min is not None:
-        self = jnp.maximum(self, min)
-    return self if max is None else jnp.minimum(self, max)
+        self = arithmetic.at_least(self, min)
+    return self if max is None else arithmetic.at_most(self, max)
 
 
 @lower("clamp_max", "clamp_max.Tensor", pointwise=True)
 def clamp_max(self: Any, max: Any) -> Any:
-    return jnp.minimum(self, max)
+    return arithmetic.at_most(self, max)
 
 
 @lower("lerp.Scalar", "lerp.Tensor", pointwise=True, decides=("weight", lambda weight: abs(weight) < 0.5))

@@ -30,6 +30,8 @@ OPS: dict[str, tuple[Op, list[float], list[float]]] = {
     "normal": (lambda s: torch.normal(0.0, s), [0.0, 1.0], [0.5, -0.5]),
     "normal of tensors": (lambda s: torch.normal(s, s), [0.0, 1.0], [0.5, torch.nan]),
     "poisson": (lambda r: torch.poisson(r), [0.0, 1.0], [0.5, -0.5]),
+    "quantile": (lambda q: torch.arange(4.0, device=q.device).quantile(q), [0.0, 1.0], [0.5, 1.5]),
+    "nanquantile": (lambda q: torch.arange(4.0, device=q.device).requires_grad_().nanquantile(q, 0), [0.0, 1.0], [0.5, torch.nan]),
     "BCELoss": (lambda p: F.binary_cross_entropy(p, torch.ones_like(p)), [0.0, 1.0], [0.5, 1.5]),
     "BCELoss, target": (lambda t: F.binary_cross_entropy(torch.ones_like(t), t), [0.0, 1.0], [0.5, 2.0]),
 }

@@ -44,6 +44,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x: (F.hardtanh(x), F.relu6(x), F.hardshrink(x), F.softshrink(x), torch.logit(x, 0.1), torch.logit(x[1:])),
         (of(nan, -0.0, 0, 0.5, 1, grad=True),),
     ),
+    "signs of zeros": (
+        lambda x: tuple(
+            1 / y
+            for y in (
+                *(F.relu(x), F.relu6(x), F.hardtanh(x, 0, 2), F.elu(x, -1.0)),
+                *(x.clamp(0), x.clamp(max=-0.0), x.clamp(0, 0), x.clamp(-1, nan)),
+                *(torch.fmax(x, x.flip(0)), torch.fmin(x, x.flip(0))),
+                *(x.div(inf, rounding_mode="floor"), x.div(-inf, rounding_mode="floor")),
+            )
+        ),
+        (of(0, -0.0, nan, -0.0, 0),),
+    ),
     "complex functions on their cuts": (
         lambda z: (
             tuple(torch.view_as_real(getattr(torch, f"a{name}")(z)) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh"))
@@ -51,7 +63,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (torch.complex(of(*(-2, -0.5, -0.0, 0.5, 2) * 2, *(-0.0, 0.0) * 3), of(*(0.0,) * 5, *(-0.0,) * 5, -2, -2, 0.5, 0.5, 2, 2)),),
     ),
-    "complex powers of 0": (lambda z: torch.view_as_real(z ** (1 + 1j)), (torch.tensor([0j, 1j]),)),
+    "complex powers of 0": (lambda z: (torch.view_as_real(z ** (1 + 1j)), (z ** (0 * z)).isnan(), z**0), (torch.tensor([0j, 1j]),)),
+    "bools to bools": (lambda x: (x**True, x**False, x.clone().pow_(False), x**2), (torch.tensor([True, False]),)),
     "ldexp of complex numbers": (lambda z, n: torch.view_as_real(torch.ldexp(z, n)), (torch.tensor([1j, -2 + 1j]), of(2, -0.5))),
     "gradient": (lambda x: torch.gradient(x)[0], (of(1, inf, 3, nan),)),
     "einsum of nothing": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (torch.zeros(2, 0), torch.zeros(0, 3))),
