@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from spmd.base._errors import SpmdError, called_at, message
-from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, dispatch_has_kernel_for_dispatch_key
+from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, disable_current_modes, dispatch_has_kernel_for_dispatch_key
 from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of, is_device_tensor
 
@@ -169,7 +169,7 @@ class MetaCheck:
             a.name == "generator" for a in self.op._schema.arguments[len(args) :]
         ):  # must not draw from the user's stream
             kwargs["generator"] = torch.Generator()
-        with DisableAutocast():
+        with DisableAutocast(), disable_current_modes():  # a mode of the user's must not see this call
             return self.op(*args, **kwargs)
 
 

@@ -17,7 +17,13 @@ import torch
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._jax import inputs_of_each_output
-from spmd.base._torch import AutoDispatchBelowAutograd, OpOverload, are_functorch_transforms_active
+from spmd.base._torch import (
+    AutoDispatchBelowAutograd,
+    OpOverload,
+    are_functorch_transforms_active,
+    dispatch_mode_at,
+    num_torch_dispatch_modes,
+)
 from spmd.device._adapter import Adapter
 from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._inlined import Inlined
@@ -51,13 +57,13 @@ class WholeOp:
         self._differentiated = Deferrable(adapter.name, self._forward, check=without_wanted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Autograd kernel: differentiate the rule as one op; decompose it for tracers other than jax's."""
+        """Autograd kernel: differentiate the rule as one op; decompose it for tracers other than jax's and for modes that see operators."""
         flat = [t for name, t in _tensors(self.adapter.names, args, kwargs) if name not in self.adapter.lowering.host]
         is_foreign = any(type(t).__name__ in ("FakeTensor", "FunctionalTensor") for t in flat)
         if not self.decomposes and is_foreign:
             with AutoDispatchBelowAutograd():
                 return self.op(*args, **kwargs)
-        if self.decomposes and (are_functorch_transforms_active() or is_foreign or _is_view(self.op, flat)):
+        if self.decomposes and (are_functorch_transforms_active() or is_foreign or _is_view(self.op, flat) or _is_observed()):
             return self.op.decompose(*args, **kwargs)
         if self.decomposes and any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: torch's own checks raise
             return self.op.decompose(*args, **kwargs)
@@ -79,6 +85,15 @@ class WholeOp:
         with exact_dtypes():
             self.adapter.update(updated, args, kwargs)
         return result
+
+
+def _is_observed() -> bool:
+    """Whether a dispatch mode of the user's (`FlopCounterMode`) is active. It sees the operators of the CPU, also those of the gradient.
+
+    Selective checkpoints are no such modes: in programs, matmuls that are decomposed into views need more communication.
+    """
+    modes = map(dispatch_mode_at, range(num_torch_dispatch_modes()))
+    return any(not type(mode).__module__.startswith(("spmd.", "torch.utils.checkpoint")) for mode in modes)
 
 
 def _is_view(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:

@@ -40,6 +40,7 @@ from spmd.program.reuse._columns import Guards
 from spmd.program.trace._arguments import BoundArguments
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._data_assignment import DataAssignments
+from spmd.program.trace._flop_counts import FlopCounts
 from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import identity_of
@@ -205,7 +206,7 @@ class Trace:
                 reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
                 reads.fixes_indices, reads.has_own_context = self.settings.fixes_indices, self.settings.has_own_context
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
-                with nothing_swallowed(), Switches() as switches:
+                with nothing_swallowed(), FlopCounts() as flops, Switches() as switches:
                     run_in = copy_context().run if self.settings.has_own_context else _call
                     result = run_in(reads.run, self.fn, *args, **kwargs)
                 self._require_no_other_settings(recorder, reads)
@@ -219,7 +220,7 @@ class Trace:
             gradients.collect(recorder.newborn.__contains__, self.options.keep_grads)
             kept = [stored_like(p, g) for p, g in gradients.left if g is not None] if self.options.keep_grads else []
             kept.extend(stored_like(p, t) for p, t in optim.born)
-            left.actions = [*optim.effects, *(lambda leave=leave: leave for leave in switches.effects)]
+            left.actions = [*optim.effects, *(lambda leave=leave: leave for leave in (*switches.effects, *flops.effects))]
             if self.known is not None:
                 self.known.follow(recorder.written, recorder.reads, recorder.counts)
             return outputs, [b.value for b in recorder.written], kept
