@@ -16,7 +16,8 @@ import math
 import re
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +32,12 @@ _FEW = 2**16  # total number of elements up to which the real shapes are used
 _SMALL = 8  # maximum size of a dim for larger calls
 _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
-_IS_OF_DTYPES = re.compile(r"type|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long")
+_IS_OF_DTYPES = re.compile(r"[Tt]ype|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long")
 # Ops for which accelerators accept more than the CPU: they count integers (a size that depends on values is refused elsewhere),
 # and they keep the statistics of a 16-bit batch norm in float32.
 _OTHER_ON_ACCELERATORS = {"aten::histc", "aten::bincount", "aten::native_batch_norm_backward"}
 _LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
+_WIDER = dict.fromkeys((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2), torch.float32)
 Dtypes = tuple[torch.dtype | None, ...] | None
 _LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its own kernel lacks; this device supports them
 
@@ -137,9 +139,17 @@ class MetaCheck:
                     raise
             except (RuntimeError, TypeError, ValueError) as error:
                 text = str(error)
-                if _IS_OF_DTYPES.search(text) and not _LACKS_A_KERNEL.search(text):
+                if _IS_OF_DTYPES.search(text) and not (_LACKS_A_KERNEL.search(text) and self._takes_float32(shapes, args)):
                     raise
         return None
+
+    def _takes_float32(self, shapes: dict[int, tuple[int, ...]], args: Sequence[Any]) -> bool:
+        """Whether the CPU accepts these dtypes with float32 in place of shorter floats, as far as dtypes are concerned."""
+        try:
+            self._run("cpu", shapes, args, _WIDER)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return not _IS_OF_DTYPES.search(str(error))
+        return True
 
     def _check_on_cpu(self, shapes: dict[int, tuple[int, ...]]) -> None:
         with contextlib.suppress(NotImplementedError, Warning):
@@ -157,10 +167,18 @@ class MetaCheck:
         """The arguments, with small sizes in place of those of a large result that the CPU would allocate (`slice_backward`)."""
         return [[min(size, _SMALL) for size in arg] if _is_sizes(arg) and math.prod(map(abs, arg)) > _FEW else arg for arg in self.args]
 
-    def _run(self, device: str, shapes: dict[int, tuple[int, ...]], given: Sequence[Any] | None = None) -> Any:
+    def _run(
+        self,
+        device: str,
+        shapes: dict[int, tuple[int, ...]],
+        given: Sequence[Any] | None = None,
+        dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+    ) -> Any:
         def made(arg: Any) -> Any:
-            if isinstance(arg, TensorSlot):
-                return torch.zeros(shapes[arg.index], dtype=arg.dtype, device=device)  # the system allocates no memory for unwritten zeros
+            if isinstance(arg, TensorSlot):  # the system allocates no memory for unwritten zeros
+                return torch.zeros(shapes[arg.index], dtype=dtypes.get(arg.dtype, arg.dtype), device=device)
+            if isinstance(arg, torch.dtype):
+                return dtypes.get(arg, arg)
             return [made(item) for item in arg] if isinstance(arg, list) else arg
 
         args = [made(arg) for arg in (self.args if given is None else given)]

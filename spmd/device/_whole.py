@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import torch
+from torch.autograd import forward_ad
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
+from spmd.base._errors import called_at, message
 from spmd.base._jax import inputs_of_each_output
 from spmd.base._torch import (
     AutoDispatchBelowAutograd,
@@ -63,8 +65,12 @@ class WholeOp:
         if not self.decomposes and is_foreign:
             with AutoDispatchBelowAutograd():
                 return self.op(*args, **kwargs)
-        if self.decomposes and (are_functorch_transforms_active() or is_foreign or _is_view(self.op, flat) or _is_observed()):
+        is_transformed = are_functorch_transforms_active() or _has_tangents(flat)
+        if self.decomposes and (is_transformed or is_foreign or _is_view(self.op, flat) or _is_observed()):
             return self.op.decompose(*args, **kwargs)
+        if _has_tangents(flat):
+            what = f"{self.op} of a dual tensor: its lowering has no forward-mode derivative"
+            raise NotImplementedError(message(what, *called_at(), fix="torch.func.vjp, or torch.autograd.grad"))
         if self.decomposes and any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: torch's own checks raise
             return self.op.decompose(*args, **kwargs)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in flat)):
@@ -85,6 +91,11 @@ class WholeOp:
         with exact_dtypes():
             self.adapter.update(updated, args, kwargs)
         return result
+
+
+def _has_tangents(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any of the tensors is a dual tensor of forward-mode differentiation."""
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _is_observed() -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch.autograd import forward_ad
 
 import spmd
 from spmd.device import _autocast
@@ -206,6 +207,30 @@ def test_unused_inputs_raise_or_are_zeros_only_where_asked(device: str) -> None:
     assert torch.autograd.grad(total, layer.bias, allow_unused=True, retain_graph=True) == (None,)
     (zeros,) = torch.autograd.grad(total, layer.bias, materialize_grads=True, retain_graph=True)
     assert zeros.tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x @ x.t(),
+        lambda x: torch.einsum("ij,kj->ik", x, x),
+        lambda x: F.linear(x, x, x[:, 0]),
+        lambda x: F.layer_norm(x, (4,)),
+        lambda x: x.softmax(1),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2], device=x.device)),
+        lambda x: F.conv1d(x, x[None, :, :2]),
+    ],
+    ids=["matmul", "einsum", "linear", "layer_norm", "softmax", "attention", "cross_entropy", "conv1d"],
+)
+def test_dual_tensors_have_tangents(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def derivative(x: torch.Tensor) -> torch.Tensor | None:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+    x = normal(3, 4, grad=False)
+    assert_equal(derivative(on_jax(x)), derivative(x))
 
 
 def test_third_order_and_hessian_equal_the_cpus() -> None:
