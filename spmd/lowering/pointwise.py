@@ -94,13 +94,11 @@ _TABLE: dict[str, Any] = {
     "fmod.Tensor fmod.Scalar": jnp.fmod,
     "frac": lambda x: x - jnp.trunc(x),
     "frexp.Tensor": jnp.frexp,
-    "gcd": jnp.gcd,
     "hypot": jnp.hypot,
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
     "isneginf": jnp.isneginf,
     "isposinf": jnp.isposinf,
-    "lcm": jnp.lcm,
     "lgamma": lax.lgamma,
     "log": jnp.log,
     "log10": jnp.log10,
@@ -332,6 +330,25 @@ def lshift(self: Any, other: Any) -> Any:
 @lower("__rshift__.Tensor", "__rshift__.Scalar", pointwise=True)
 def rshift(self: Any, other: Any) -> Any:
     return self / jnp.exp2(other) if jnp.issubdtype(self.dtype, jnp.floating) else bitwise_right_shift(self, other)
+
+
+@lower("gcd", pointwise=True)
+def gcd(self: Any, other: Any) -> Any:
+    """Euclid's algorithm in torch's order. jax's never ends for the lowest integer, whose absolute value is negative."""
+
+    def step(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+        a, b = pair
+        return jnp.where(a != 0, lax.rem(b, jnp.where(a != 0, a, 1)), a), jnp.where(a != 0, a, b)
+
+    a, b = _integers(self, other)
+    return lax.while_loop(lambda pair: jnp.any(pair[0] != 0), step, (jnp.abs(a), jnp.abs(b)))[1]
+
+
+@lower("lcm", pointwise=True)
+def lcm(self: Any, other: Any) -> Any:
+    a, b = _integers(self, other)
+    divisor = gcd(a, b)
+    return jnp.where(divisor == 0, 0, jnp.abs(lax.div(a, jnp.where(divisor == 0, 1, divisor)) * b))
 
 
 def _integers(self: Any, other: Any) -> tuple[Any, Any]:

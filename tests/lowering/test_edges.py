@@ -44,6 +44,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x: (F.hardtanh(x), F.relu6(x), F.hardshrink(x), F.softshrink(x), torch.logit(x, 0.1), torch.logit(x[1:])),
         (of(nan, -0.0, 0, 0.5, 1, grad=True),),
     ),
+    "divisors of the lowest integer": (
+        lambda a, b: (torch.gcd(a, b), torch.lcm(a, b), torch.gcd(a, b[:, None]), torch.gcd(a, torch.tensor(6, device=a.device))),
+        (torch.tensor([-128, -128, -128, 0, -6, 0], dtype=torch.int8), torch.tensor([127, -128, 6, -128, 4, 0], dtype=torch.int8)),
+    ),
     "signs of zeros": (
         lambda x: tuple(
             1 / y
