@@ -33,9 +33,8 @@ _SMALL = 8  # maximum size of a dim for larger calls
 _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 _IS_OF_DTYPES = re.compile(r"[Tt]ype|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long")
-# Ops for which accelerators accept more than the CPU: they count integers (a size that depends on values is refused elsewhere),
-# and they keep the statistics of a 16-bit batch norm in float32.
-_OTHER_ON_ACCELERATORS = {"aten::histc", "aten::bincount", "aten::native_batch_norm_backward"}
+# Ops for which accelerators accept more than the CPU: `histc` counts integers, and a 16-bit batch norm keeps statistics in float32.
+_OTHER_ON_ACCELERATORS = {"aten::histc", "aten::native_batch_norm_backward"}
 _LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
 _WIDER = dict.fromkeys((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2), torch.float32)
 Dtypes = tuple[torch.dtype | None, ...] | None

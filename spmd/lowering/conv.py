@@ -38,6 +38,18 @@ def _require_output(size: Any, kernel: Any, stride: Any, padding: Any, dilation:
         )
 
 
+def _require_output_padding(output_padding: Any, stride: Any, dilation: Any) -> None:
+    """Raise torch's error for an output padding of at least the stride and the dilation."""
+    if all(more < s or more < d for more, s, d in zip(output_padding, stride, dilation, strict=True)):
+        return
+    if len(stride) == 1:  # torch's kernel is that of two dims
+        output_padding, stride, dilation = (0, *output_padding), (1, *stride), (1, *dilation)
+    dims = ("depth", "height", "width")[-len(stride) :]
+    named = {"output_padding": output_padding, "stride": stride, "dilation": dilation}
+    got = " ".join(f"{name}_{dim}: {n}" for name, sizes in named.items() for dim, n in zip(dims, sizes, strict=True))
+    raise RuntimeError(f"output padding must be smaller than either stride or dilation, but got {got}")
+
+
 def _require_valid_padding(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any) -> None:
     if any(n < 0 for n in padding):
         raise RuntimeError("negative padding is not supported")
@@ -61,6 +73,8 @@ def convolution(
         return convolution(input[None], weight, bias, stride, padding, dilation, transposed, output_padding, groups)[0]
     _require_channels(input, weight, transposed, groups)
     stride, padding, dilation, output_padding = (_per_dim(values, rank) for values in (stride, padding, dilation, output_padding))
+    if transposed:
+        _require_output_padding(output_padding, stride, dilation)
     if transposed and groups == 1 and input.size:
         _require_output(input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding)
     out = _convolved(input, weight, stride, padding, dilation, output_padding if transposed else None, groups)

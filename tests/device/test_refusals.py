@@ -16,6 +16,12 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "dtypes_of_scatter": lambda d: torch.ones(2, device=d).scatter(
         0, torch.zeros(2, dtype=torch.int64, device=d), torch.ones(2, dtype=torch.float64, device=d)
     ),
+    "output_padding_of_a_row": lambda d: torch.conv_transpose1d(
+        torch.ones(1, 2, 4, device=d), torch.ones(2, 1, 3, device=d), None, 2, 0, 2
+    ),
+    "output_padding_of_an_image": lambda d: torch.conv_transpose2d(
+        torch.ones(1, 2, 4, 4, device=d), torch.ones(2, 1, 3, 3, device=d), None, (3, 1), 0, (2, 1)
+    ),
     "range_of_uniform": lambda d: torch.ones(2, device=d).uniform_(3, -1),
     "range_of_bernoulli": lambda d: torch.ones(2, device=d).bernoulli_(2.0),
     "range_of_random": lambda d: torch.ones(2, device=d).random_(5, 2),
@@ -44,6 +50,8 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "sub_of_bools": lambda d: torch.ones(1, device=d) - torch.tensor([True], device=d),
     "bits_of_halves": lambda d: torch.ones(1, device=d).half() & torch.ones(1, device=d).half(),
     "shift_of_halves": lambda d: torch.ones(1, device=d).bfloat16() << 3,
+    "counts_of_floats": lambda d: torch.ones(2, device=d).bincount(),
+    "counts_of_bools": lambda d: torch.ones(2, dtype=torch.bool, device=d).bincount(),
     "float8_and_others": lambda d: torch.ones(1, device=d).to(torch.float8_e5m2) * torch.ones(1, device=d),
     "order_of_complex": lambda d: torch.ones(1, device=d, dtype=torch.complex64) < 1,
     "shifted_add_": lambda d: (x := torch.arange(6.0, device=d))[1:].add_(x[:-1]),
