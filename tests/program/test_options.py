@@ -1,6 +1,6 @@
 """`spmd.compile`'s options: several steps per call, stale constants found, the module with the first NaN named."""
 
-import calendar
+import logging
 import types
 from typing import Any
 
@@ -87,22 +87,22 @@ def test_steps_per_call_refuses_writes_to_python(write: str) -> None:
 
 
 def test_check_finds_a_stale_constant_and_leaves_state_alone() -> None:
-    weight, first = torch.ones(3).to("jax"), calendar.firstweekday()  # which a library keeps for itself, and is not guarded
+    weight, first = torch.ones(3).to("jax"), logging.getLevelName(35)  # which a library keeps for itself, and is not guarded
 
     @spmd.compile(check=True)
     def scaled() -> torch.Tensor:
-        weight.mul_(float(calendar.firstweekday()))
+        weight.mul_(float(len(logging.getLevelName(35))))
         return weight.sum()
 
     try:
-        calendar.setfirstweekday(2)
+        logging.addLevelName(35, "ab")
         assert scaled().item() == 6.0
         assert scaled().item() == 12.0
-        calendar.setfirstweekday(3)
+        logging.addLevelName(35, "abc")
         with pytest.raises(spmd.TraceError, match=r"(?s)scaled now traces to a different program.*2\.0.*3\.0"):
             scaled()
     finally:
-        calendar.setfirstweekday(first)
+        logging.addLevelName(35, first)
     assert weight.tolist() == [4.0, 4.0, 4.0]
 
 
