@@ -286,6 +286,10 @@ def _pulled(
         return tuple(wrap(jnp.asarray(o)) for position, o in zip(all_wanted, out, strict=True) if position in wanted)
 
 
+# torch computes the gradient of these from their results, so a write to one in between is an error
+_KEEP_RESULTS = frozenset(("softmax", "special_softmax", "log_softmax", "special_log_softmax", "scaled_dot_product_attention"))
+
+
 class _Differentiable(torch.autograd.Function):
     """A composite op, or its gradient, as one node on autograd's tape."""
 
@@ -300,7 +304,9 @@ class _Differentiable(torch.autograd.Function):
         run = operation.kernel if any(t.is_cpu for t in tensors) else operation
         results, leaves, key, pull = run(wanted, *args, **kwargs)
         ctx.wanted, ctx.count, ctx.pull, ctx.key = wanted, len(tensors), pull, key
-        ctx.save_for_backward(*tensors, *leaves)
+        kept = results if pull.call.name in _KEEP_RESULTS else ()
+        ctx.num_leaves = len(leaves)
+        ctx.save_for_backward(*tensors, *leaves, *kept)
         ctx.set_materialize_grads(False)
         if pull.flows is not None:
             ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if not any(depends[i] for depends in pull.flows)))
@@ -309,7 +315,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         saved, pull = ctx.saved_tensors, ctx.pull
-        tensors, leaves = saved[: ctx.count], saved[ctx.count :]
+        tensors, leaves = saved[: ctx.count], saved[ctx.count : ctx.count + ctx.num_leaves]
         given = tuple(g is not None for g in grads)
         reached = _reached(ctx, tensors, given)
         wanted = tuple(position for position, is_reached in zip(ctx.wanted, reached, strict=True) if is_reached)

@@ -171,9 +171,18 @@ def test_requires_grad_flows_through_moves() -> None:
     assert not device.detach().requires_grad and device.clone().grad_fn is not None
 
 
-def test_an_illegal_in_place_write_is_noticed_by_its_version() -> None:
-    x = batch(3).to("jax").requires_grad_()
-    y = x.exp()
+@pytest.mark.parametrize(
+    "fn",
+    [
+        torch.exp,
+        lambda x: x.softmax(-1),
+        lambda x: torch.special.log_softmax(x, -1),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3),
+    ],
+)
+def test_an_illegal_in_place_write_is_noticed_by_its_version(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = batch(3, 4).to("jax").requires_grad_()
+    y = fn(x)
     y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
