@@ -97,8 +97,10 @@ class Results:
         if len(sharing) == 1 or not leaves_whole(sharing, buffer):
             dense = value.numel() == math.prod(buffer.shape) and not value.is_conj() and not value.is_neg()
             return Made(self._add(id(value), value, Window.of(value) if dense and leaves_whole([value], buffer) else None))
-        base = next((t for t in (*sharing, *(t._base for t in sharing)) if t is not None and is_whole(t, buffer)), None)
-        if base is None or any(t.dtype != base.dtype or t.is_conj() or t.is_neg() for t in sharing):
+        whole = [t for t in (*sharing, *(t._base for t in sharing)) if t is not None and is_whole(t, buffer)]
+        base = next((t for t in whole if t.requires_grad), whole[0] if whole else None)  # `y.detach()` may come before y
+        has_lost = base is not None and not base.requires_grad and any(t.requires_grad for t in sharing)
+        if base is None or has_lost or any(t.dtype != base.dtype or t.is_conj() or t.is_neg() for t in sharing):
             raise Untraceable(message("two results share a storage in a way that no view can express", fix="return copies: y.clone()"))
         position = self._add(buffer, base, None)
         return Made(position) if value is base else Shown(position, True, Window.of(value), value.requires_grad)

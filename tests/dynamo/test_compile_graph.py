@@ -91,6 +91,26 @@ def test_recurrent_cells_are_captured_whole() -> None:
     assert_same([p.grad for p in model.parameters()], [p.grad for p in host.parameters()])
 
 
+@pytest.mark.parametrize(
+    "results",
+    [
+        lambda y: (y.detach(), y),
+        lambda y: (y.detach(), y[0], y),
+        lambda y: (y.detach()[1], y.t()),
+        lambda y: (y.detach(), y[:1]),
+        lambda y: (y, y.detach(), y.detach()[0]),
+    ],
+)
+def test_a_result_keeps_its_gradient_beside_its_detached_views(results: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    host, model = twins()
+    want, got = results(host(batch(2, 8))), compiled(lambda x: results(model(x)))(batch(2, 8).to("jax"))
+    assert_same(got, want)
+    assert [t.requires_grad for t in got] == [t.requires_grad for t in want]
+    for found in (got, want):
+        torch.stack([t.square().sum() for t in found if t.requires_grad]).sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in host.parameters()])
+
+
 def test_a_training_loop_is_that_of_cpu_torch() -> None:
     host, model = twins()
     fast = compiled(model)
