@@ -124,7 +124,8 @@ class Program(Executable):
         self.read = StateArrays(read, self.devices, is_written=False)
         self.arguments = ArgumentArrays(len(captured.inputs.arguments), written_args, self.mesh is not None)
         self.inputs = HostInputs(captured.inputs.numbers, captured.inputs.draws, self.devices)
-        self._held = HeldState(captured.state.held, self.written, self.read, written_args)
+        writes = any(isinstance(e.holder, tuple) or e.held for e in captured.writes.effects) or captured.outputs.num_objects > 0
+        self._held = HeldState(captured.state.held, self.written, self.read, written_args, writes)
         self._gradients = CallGradients(captured, options.keep_grads, self.written, self.read)
         self._shows_arguments = captured.outputs.num_objects > 0 or any(
             leaf.kind in ("argument", "part") or isinstance(leaf.owner, int) for leaf in captured.outputs.leaves
@@ -415,15 +416,15 @@ class Program(Executable):
         flat = made(self._leaves(), outputs, leaves, given, held)
         result, *values = rebuilt(captured.outputs.nodes, captured.outputs.refs, flat)
         if values:
-            self._write(values, given, objects)
+            self._write(values, given, objects, held)
         return result
 
     def _leaves(self) -> list[Leaf]:
         """The leaves of the result of the current call."""
         return self.captured.outputs.leaves
 
-    def _write(self, values: list[Any], given: Any, objects: list[Any]) -> None:
-        """Repeat the function's writes: to the objects among the arguments, and to other Python objects."""
+    def _write(self, values: list[Any], given: Any, objects: list[Any], held: list[Any]) -> None:
+        """Repeat the function's writes: to the objects among the arguments, and to other Python objects. `held`: see `ProgramCall`."""
         effects = self.captured.writes.effects
         holders = [of_caller(e.holder, given) if isinstance(e.holder, tuple) else None for e in effects]
         for instance, contents in zip(objects, values[len(effects) :], strict=True):
@@ -431,6 +432,9 @@ class Program(Executable):
         for effect, holder, value in zip(effects, holders, values, strict=False):
             if isinstance(effect.holder, tuple):
                 put_in_argument(effect, holder, value)
+            elif effect.held is not None and effect.put_in is not None:
+                number, holder_in = effect.held
+                effect.put_in(holder_in(held[number]))(value)
             else:
                 effect.put(value)
 

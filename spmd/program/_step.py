@@ -41,7 +41,7 @@ from spmd.program.find._discover import reachable
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
-from spmd.program.reads import NumberPlace, changed_numbers
+from spmd.program.reads import PartPlace, changes
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._guards import guard_configured_checks
 from spmd.program.reuse._program_cache import ProgramCache
@@ -86,7 +86,7 @@ class Step(CopiedStep, Generic[P, R]):
         self._latest_key: Any = None
         self._settings = TraceSettings()
         self._varying_arguments: dict[Any, set[int]] = {}
-        self._varying: dict[Any, NumberPlace] = {}  # Python numbers that changed between two traces, and are inputs since then
+        self._changed: dict[Any, PartPlace] = {}  # Python numbers and objects that were others at a later trace; the numbers are inputs
         self._loaded: dict[str, CachedExecutable] = {}
         self._loaded_from = ""
         self.retraces: list[str] = []
@@ -189,7 +189,7 @@ class Step(CopiedStep, Generic[P, R]):
                         return program, call
                     failed = failed or reason
                     if not settings.has_constant_numbers:
-                        self._varying.update((place.token, place) for place in changed_numbers(program.captured.guarded.places))
+                        self._changed.update((place.token, place) for place in changes(program.captured.guarded.places))
                 if failed is None and self._latest_key is not None:
                     failed = changed_signature(self._latest_key, call.key)
                 return self._new(args, kwargs, call, failed, settings, is_beside)
@@ -199,7 +199,7 @@ class Step(CopiedStep, Generic[P, R]):
                     raise
                 self._settings = settings.of_step()
                 if settings.has_constant_numbers:
-                    self._varying.clear()
+                    self._changed.clear()
                     self._varying_arguments.clear()
 
     def _new(
@@ -292,7 +292,7 @@ class Step(CopiedStep, Generic[P, R]):
                     keep_grads=options.keep_grads,
                     debug_nans=options.debug_nans,
                     is_stacked=options.steps_per_call > 1,
-                    varying=list(self._varying.values()),
+                    changed=list(self._changed.values()),
                     arguments=call.numbers,
                 )
             if options.check_indices is None:

@@ -116,8 +116,9 @@ def test_the_folder_is_not_read_for_every_program(tmp_path: Path, monkeypatch: p
     assert len(scans) == 4
 
 
-def test_small_programs_are_kept_too(tmp_path: Path) -> None:
-    script = SCRIPT.replace("print(", "torch.ones(4, 64, device='jax').sort().values.sum().item()\nprint(")
+def test_programs_of_operations_are_kept_too(tmp_path: Path) -> None:
+    lines = ("print(", "torch.ones(4, 64, device='jax').sort().values.sum().item()\nprint(")
+    script = "import spmd.base._program_files as files\nfiles.WORTH_KEEPING_S = 0.0\n" + SCRIPT.replace(*lines)
     found = launched.run(script, XDG_CACHE_HOME=str(tmp_path)).out.split()
     assert int(found[1]) > 1
     assert launched.run(script, XDG_CACHE_HOME=str(tmp_path)).out.split() == [found[1], "0"]

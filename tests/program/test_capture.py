@@ -20,7 +20,7 @@ from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._trace_settings import TraceSettings
 
-OPTIONS: dict[str, Any] = dict(keep_grads=False, debug_nans=False, is_stacked=False, varying=(), arguments={})
+OPTIONS: dict[str, Any] = dict(keep_grads=False, debug_nans=False, is_stacked=False, changed=(), arguments={})
 
 
 def capture(fn: Callable[..., Any], *args: Any, settings: TraceSettings = TraceSettings(), **options: Any) -> Captured:  # noqa: B008 - it is frozen

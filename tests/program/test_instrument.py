@@ -19,6 +19,7 @@ REPLACING = {
     "as_key": lambda key: key,
     "shown": lambda value: value,
     "contains": lambda item, holder: item,
+    "compare": lambda left, right: left,
     "operate": lambda left, right: left,
     "operate_in_place": lambda left, right: left,
     "choice": lambda condition, enters_if: bool(condition) is enters_if,

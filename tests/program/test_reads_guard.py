@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from spmd.program.reads._guard import changed_numbers, guard_places
+from spmd.program.reads._content_places import CellPlace, FunctionPlace
+from spmd.program.reads._guard import guard_places
 from spmd.program.reads._number_place import INPUT
-from spmd.program.reads._places import CellPlace, ContentPlace, DictPlace, FunctionPlace, ListPlace, Place, SlotPlace
+from spmd.program.reads._places import ContentPlace, DictPlace, ListPlace, Place, SlotPlace
+from spmd.program.reads._replaced import changes
 from spmd.program.reuse._columns import Guards
 
 
@@ -173,4 +175,4 @@ def test_the_places_whose_numbers_changed_are_named() -> None:
     cell, entries = types.CellType(1.0), {"a": 1, "b": 2}
     places: list[Any] = [CellPlace(cell, "c"), whole(DictPlace(entries, "d[{!r}]"))]
     cell.cell_contents, entries["b"] = 2.0, 3
-    assert [(number.read(), number.kind) for number in changed_numbers(places)] == [(2.0, float), (3, int)]
+    assert [(number.read(), number.kind) for number in changes(places)] == [(2.0, float), (3, int)]

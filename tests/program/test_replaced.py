@@ -1,5 +1,11 @@
 """Hidden state that a function reads under a name and replaces there: CPU torch's values, in one program where the build stays."""
 
+import collections
+import copy
+import dataclasses
+import functools
+import types
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -230,6 +236,29 @@ def test_an_argument_that_a_name_has_come_to_hold_is_refused_where_one_is_writte
     assert cell.state[0].tolist() == [5.0, 5.0]
 
 
+@pytest.mark.parametrize("make", [lambda x: [0, x], lambda x: State(0, x)], ids=["list", "object"])
+def test_an_object_that_is_an_argument_too_is_refused_where_one_is_written(make: Callable[[Any], Any]) -> None:
+    held = types.SimpleNamespace(a=State(3))
+
+    @spmd.compile
+    def step(given: Any) -> torch.Tensor:
+        if type(given) is list:
+            given[0] = given[0] + 1
+        else:
+            given.n = given.n + 1
+        n = held.a[0] if type(held.a) is list else held.a.n
+        held.a = make(n + 1)
+        return n * torch.ones(2, device="jax")
+
+    for _ in range(3):
+        held.a = make(torch.ones(2, device="jax"))
+        step(make(torch.ones(2, device="jax")))
+    given = held.a = make(torch.ones(2, device="jax"))
+    with pytest.raises(spmd.TraceError, match="in an attribute or container is also an argument"):
+        step(given)
+    assert held.a is given and (given[0] if type(given) is list else given.n) == 0
+
+
 def test_another_build_is_another_program() -> None:
     def body(cell: Cell, x: torch.Tensor) -> torch.Tensor:
         h = cell.state[0]
@@ -338,3 +367,308 @@ def test_check_takes_state_that_every_call_replaces_for_the_same() -> None:
 
     assert [step(torch.ones(2, device="jax")).item() for _ in range(3)] == [2.0, 3.0, 3.5]
     assert step.num_traces == 1
+
+
+class Count:
+    """A plain object."""
+
+    def __init__(self, n: int, inner: Any = None) -> None:
+        self.n = n
+        self.inner = inner
+
+    def next(self) -> "Count":
+        return type(self)(self.n + 1, self.inner)
+
+
+class OtherCount(Count):
+    pass
+
+
+class SlottedCount:
+    __slots__ = ("n",)
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+@dataclasses.dataclass
+class State:
+    n: int
+    inner: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    n: int
+    inner: Any = 0.5
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedState:
+    n: int
+
+
+class OwnList(list[Any]):
+    pass
+
+
+class OwnDict(dict[str, Any]):
+    pass
+
+
+def copied(s: Any, copier: Callable[[Any], Any]) -> None:
+    made = copier(s.a)
+    made.n += 1
+    s.a = made
+
+
+LEFT: Any = None
+
+
+def replaced_global(s: Any, x: torch.Tensor) -> torch.Tensor:
+    global LEFT
+    s.a, LEFT = LEFT, LEFT.next()
+    return x * s.a.n
+
+
+# what a holder has in `a` at first; what a call returns and leaves
+OBJECTS: dict[str, tuple[Callable[[str], Any], Callable[[Any, torch.Tensor], Any]]] = {
+    "object": (lambda d: Count(0), lambda s, x: (x * s.a.n, setattr(s, "a", Count(s.a.n + 1)))),
+    "object by its method": (lambda d: Count(0), lambda s, x: (x * s.a.n, setattr(s, "a", s.a.next()), s.a)),
+    "slots": (lambda d: SlottedCount(0), lambda s, x: (x * s.a.n, setattr(s, "a", SlottedCount(s.a.n + 1)))),
+    "dataclass": (lambda d: State(0), lambda s, x: (x * s.a.n, setattr(s, "a", dataclasses.replace(s.a, n=s.a.n + 1)))),
+    "frozen": (lambda d: Frozen(0), lambda s, x: (x * s.a.n + s.a.inner, setattr(s, "a", Frozen(s.a.n + 1)), s.a)),
+    "dataclass with slots": (lambda d: SlottedState(0), lambda s, x: (x * s.a.n, setattr(s, "a", dataclasses.replace(s.a, n=s.a.n + 1)))),
+    "namespace": (
+        lambda d: types.SimpleNamespace(n=0, m=2),
+        lambda s, x: (x * s.a.n + s.a.m, setattr(s, "a", types.SimpleNamespace(**{**vars(s.a), "n": s.a.n + 1}))),
+    ),
+    "dict": (lambda d: {"i": 0, "j": 3}, lambda s, x: (x * s.a["i"], setattr(s, "a", {**s.a, "i": s.a["i"] + 1}))),
+    "list": (lambda d: [0, 1, 2], lambda s, x: (x * sum(s.a), setattr(s, "a", [*s.a, s.a[-1] + 1][-3:]))),
+    "deque of tuples": (
+        lambda d: collections.deque([(0, 1), (2, 3)]),
+        lambda s, x: (x * s.a[0][0] + s.a[1][1], setattr(s, "a", collections.deque([(i + 1, j) for i, j in s.a]))),
+    ),
+    "objects in a list": (lambda d: [State(0), State(4)], lambda s, x: (x * s.a[0].n, setattr(s, "a", [State(o.n + 1) for o in s.a]))),
+    "item of a list": (lambda d: [State(0), State(4)], lambda s, x: (x * s.a[0].n, s.a.__setitem__(0, State(s.a[0].n + 1)))),
+    "objects that move": (lambda d: [State(0), State(4)], lambda s, x: (x * s.a[0].n, setattr(s, "a", [s.a[1], State(s.a[0].n + 1)]))),
+    "nested": (
+        lambda d: {"x": [0, {"y": (Frozen(0, Count(2)), 1)}]},
+        lambda s, x: (
+            x * s.a["x"][0] + s.a["x"][1]["y"][0].inner.n,
+            setattr(s, "a", {"x": [s.a["x"][0] + 1, {"y": (Frozen(1, Count(s.a["x"][1]["y"][0].inner.n + 1)), 1)}]}),
+        ),
+    ),
+    "inner object": (lambda d: Count(3, Count(1)), lambda s, x: (x * s.a.n + s.a.inner.n, setattr(s.a, "inner", s.a.inner.next()))),
+    "the one before too": (lambda d: Count(0), lambda s, x: (x * s.a.n + s.b.n, setattr(s, "b", s.a), setattr(s, "a", s.a.next()), s.b)),
+    "appended": (lambda d: Count(0), lambda s, x: (x * s.a.n, s.log.append(s.a), setattr(s, "a", s.a.next()))),
+    "method of it": (lambda d: Count(0), lambda s, x: (x * s.a.n, setattr(s, "log", s.a.next), setattr(s, "a", s.a.next()))),
+    "tensor": (
+        lambda d: State(0, torch.zeros(2, device=d)),
+        lambda s, x: (s.a.inner, setattr(s, "a", State(s.a.n + 1, s.a.inner + x * s.a.n))),
+    ),
+    "tensor in place": (
+        lambda d: State(0, torch.zeros(2, device=d)),
+        lambda s, x: (s.a.inner.add_(x * s.a.n), setattr(s, "a", State(s.a.n + 1, s.a.inner)), s.a),
+    ),
+    "variable": (lambda d: Count(0), replaced_global),
+    "own list": (lambda d: OwnList([0, 1]), lambda s, x: (x * s.a[0], setattr(s, "a", OwnList([s.a[0] + 1, 1])))),
+    "own dict": (lambda d: OwnDict(n=0), lambda s, x: (x * s.a["n"], setattr(s, "a", OwnDict(n=s.a["n"] + 1)))),
+    "ordered dict": (
+        lambda d: collections.OrderedDict(n=0, m=1),
+        lambda s, x: (x * s.a["n"] + s.a["m"], setattr(s, "a", collections.OrderedDict(s.a, n=s.a["n"] + 1))),
+    ),
+    "dict with a list": (
+        lambda d: {"i": 0, "l": [1, 2]},
+        lambda s, x: (x * s.a["i"] + s.a["l"][0], setattr(s, "a", dict(s.a, i=s.a["i"] + 1))),
+    ),
+    "named tuple": (lambda d: Pair(Frozen(0), 1), lambda s, x: (x * s.a.h.n, setattr(s, "a", s.a._replace(h=Frozen(s.a.h.n + 1))))),
+    "copy": (lambda d: State(0), lambda s, x: (copied(s, copy.copy), x * s.a.n)),
+    "deep copy": (lambda d: State(0, [3]), lambda s, x: (copied(s, copy.deepcopy), x * s.a.n + s.a.inner[0])),
+    "by asdict": (lambda d: State(0), lambda s, x: (copied(s, lambda o: State(**dataclasses.asdict(o))), x * s.a.n)),
+    "by astuple": (lambda d: State(0), lambda s, x: (copied(s, lambda o: State(*dataclasses.astuple(o))), x * s.a.n)),
+}
+
+
+def described(value: Any, seen: dict[int, int]) -> Any:
+    """A value with all that is in it, and which of its objects are the same."""
+    if isinstance(value, torch.Tensor):
+        return seen.setdefault(id(value), len(seen)), value.tolist()
+    if value is None or type(value) in (int, float, bool, str):
+        return type(value), value
+    if id(value) in seen:
+        return seen[id(value)]
+    number, kind = seen.setdefault(id(value), len(seen)), type(value).__name__
+    if isinstance(value, types.MethodType):
+        return kind, described(value.__self__, seen)
+    if isinstance(value, (list, tuple, collections.deque)):
+        return kind, number, [described(part, seen) for part in value]
+    attributes = value if isinstance(value, dict) else {**getattr(value, "__dict__", {}), **{n: getattr(value, n) for n in names_of(value)}}
+    return kind, number, [(name, described(part, seen)) for name, part in attributes.items()]
+
+
+def names_of(value: Any) -> Any:
+    return [name for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+
+
+def calls_of(body: Any, make: Any, device: str, between: Any, num: int) -> tuple[list[Any], Any]:
+    """What `num` calls return and leave, each with all objects that the caller has seen, and the step if it was compiled."""
+    global LEFT
+    s = types.SimpleNamespace(a=make(device), b=Count(7), log=[])
+    LEFT, kept, found = Count(0), list[Any](), list[Any]()
+    step = spmd.compile(lambda x: body(s, x), max_retraces=50) if device == "jax" else lambda x: body(s, x)
+    for i in range(num):
+        kept += [s.a, step(torch.full((2,), i + 1.0, device=device))]
+        found.append(described([kept, s, LEFT], {}))
+        if between is not None:
+            between(s, i)
+    return found, step
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_that_every_call_replaces_is_one_program_from_the_second_on(name: str) -> None:
+    make, body = OBJECTS[name]
+    want, _ = calls_of(body, make, "cpu", None, 6)
+    got, step = calls_of(body, make, "jax", None, 6)
+    assert got == want
+    assert step.num_traces == 2
+
+
+def ring(s: Any, x: torch.Tensor) -> torch.Tensor:
+    s.a[s.b.n % 3] = x * 2
+    s.b.n += 1
+    return sum(s.a) if isinstance(s.a, list) else sum(s.a.values())
+
+
+# what a holder has in `a` at first; what a call does; what the caller does between calls; the number of traces of 12 calls
+TENSORS: dict[str, tuple[Any, Any, Any, int]] = {
+    "a ring in a list": (lambda d: [torch.zeros(2, device=d) for _ in range(3)], ring, None, 6),
+    "a ring in a dict": (lambda d: {i: torch.zeros(2, device=d) for i in range(3)}, ring, None, 6),
+    "replaced by the caller": (
+        lambda d: torch.zeros(2, device=d),
+        lambda s, x: x + s.a,
+        lambda s, i: setattr(s, "a", torch.full((2,), 3.0 * i, device=s.a.device)),
+        2,
+    ),
+    "an item replaced by the caller": (
+        lambda d: {"mask": torch.zeros(2, device=d)},
+        lambda s, x: x + s.a["mask"],
+        lambda s, i: s.a.update(mask=torch.full((2,), 3.0 * i, device=s.a["mask"].device)),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_that_is_another_one_in_later_calls_is_an_input(name: str) -> None:
+    make, body, between, num_traces = TENSORS[name]
+    want, _ = calls_of(body, make, "cpu", between, 12)
+    got, step = calls_of(body, make, "jax", between, 12)
+    assert got == want
+    assert step.num_traces == num_traces
+
+
+def put(i: int, name: str, value: Callable[[Any], Any]) -> Callable[[Any, int], None]:
+    """Between two calls: after call `i`, the caller sets an attribute."""
+    return lambda s, now: setattr(s, name, value(s)) if now == i else None
+
+
+def replacing(result: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], Any]:
+    """A step that returns `result`, and replaces the object in `a`."""
+
+    def body(s: Any, x: torch.Tensor) -> Any:
+        found = result(s, x)
+        s.a = type(s.a)(s.a.n + 1)
+        return found
+
+    return body
+
+
+def every_second(s: Any, x: torch.Tensor) -> Any:
+    n = s.a.n
+    if n % 4 < 2:
+        s.a = State(n + 1)
+    else:
+        s.a.n = n + 1
+    return x * n
+
+
+def alternating(s: Any, x: torch.Tensor) -> Any:
+    n = s.a.n
+    s.a = (Count if type(s.a) is OtherCount else OtherCount)(n + 1)
+    return x * n
+
+
+def written_and_replaced(s: Any, x: torch.Tensor) -> Any:
+    s.a.n += 1
+    s.a = State(s.a.n + 1)
+    return x * s.a.n
+
+
+def refers_to(make: Callable[[Any], Any]) -> Callable[[Any, int], None]:
+    """Between two calls: `log` refers to `b`, and from the third call on `b` is also in `a`."""
+
+    def between(s: Any, i: int) -> None:
+        if i == 2:
+            s.b = s.a
+        s.log = make(s.b)
+
+    return between
+
+
+def cut(s: Any, x: torch.Tensor) -> Any:
+    s.log.append(len(s.log) if not s.log else s.log[-1] + 1)
+    s.log = s.log[-2:]
+    return x * sum(s.log)
+
+
+# the step; what the caller does between two calls; the largest number of traces of eight calls
+FOUND: dict[str, tuple[Any, Any, int]] = {
+    "is it the other": (replacing(lambda s, x: x * (2 if s.a is s.b else 1) + s.a.n), put(3, "b", lambda s: s.a), 8),
+    "one object under two names": (replacing(lambda s, x: x * s.a.n + s.b.n), put(3, "b", lambda s: s.a), 5),
+    "written under another name": (
+        replacing(lambda s, x: (setattr(s.b, "n", s.b.n + 9), x * s.a.n + s.b.n)[1]),
+        lambda s, i: setattr(s, "a", s.b) if i in (3, 5) else setattr(s, "b", State(i)) if i == 4 else None,
+        7,
+    ),
+    "equal objects": (replacing(lambda s, x: x * (2 if s.a == s.b else 1) + s.a.n), put(3, "b", lambda s: State(s.a.n)), 6),
+    "its id": (replacing(lambda s, x: x * (id(s.a) == id(s.b)) + s.a.n), put(3, "b", lambda s: s.a), 8),
+    "a member of a list": (replacing(lambda s, x: x * (s.a in s.log) + s.a.n), lambda s, i: s.log.append(s.a) if i == 3 else None, 8),
+    "inside a set": (replacing(lambda s, x: x * s.a.n + sum(o.n for o in s.log)), put(1, "log", lambda s: {s.a}), 8),
+    "behind a weak reference": (replacing(lambda s, x: x * s.a.n + (s.log().n if s.log else 0)), refers_to(weakref.ref), 8),
+    "inside a partial": (
+        replacing(lambda s, x: x * s.a.n + (s.log() if s.log else 0)),
+        refers_to(lambda o: functools.partial(lambda o: o.n, o)),
+        8,
+    ),
+    "another class once": (replacing(lambda s, x: x * s.a.n), put(3, "a", lambda s: Count(20)), 4),
+    "replaced by the caller": (lambda s, x: x * s.a.n, lambda s, i: setattr(s, "a", State(i + 1)), 2),
+    "changed by the caller": (replacing(lambda s, x: x * s.a.n), lambda s, i: setattr(s.a, "n", 40 + i), 2),
+    "another class in every call": (alternating, None, 5),
+    "replaced in some calls": (every_second, None, 5),
+    "written and replaced": (written_and_replaced, None, 2),
+    "written under two names": (
+        replacing(lambda s, x: (setattr(s.a, "n", s.a.n + 9), x * s.a.n + s.b.n)[1]),
+        lambda s, i: setattr(s, "a", s.b) if i in (3, 5) else setattr(s, "b", s.a) if i == 4 else None,
+        7,
+    ),
+    "its inner object too": (
+        replacing(lambda s, x: (setattr(s.a, "inner", State(s.a.n if s.a.inner is None else s.a.inner.n + 1)), x * s.a.inner.n)),
+        lambda s, i: setattr(s.a, "inner", s.b),
+        4,
+    ),
+    "appended and cut": (cut, None, 4),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_which_object_a_call_finds_is_torchs(name: str) -> None:
+    body, between, most = FOUND[name]
+
+    def make(device: str) -> Any:
+        return Count(0) if name in ("another class in every call", "inside a set") else State(0)
+
+    want, _ = calls_of(body, make, "cpu", between, 8)
+    got, step = calls_of(body, make, "jax", between, 8)
+    assert got == want
+    assert step.num_traces <= most

@@ -62,6 +62,29 @@ def test_twenty_steps_equal_cpu_torch_from_one_trace(name: str, make: Any) -> No
     assert len(seen) > 1
 
 
+def test_a_plateau_that_the_step_sees_has_one_program_for_each_branch() -> None:
+    def run(device: str) -> tuple[list[Any], Any]:
+        weight = torch.nn.Parameter(torch.ones(3, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        schedule = s.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+
+        def body(x: torch.Tensor, loss: float) -> torch.Tensor:
+            weight.grad = x * weight.detach()
+            optimizer.step()
+            schedule.step(loss)
+            return weight.sum()
+
+        step, found = spmd.compile(body) if device == "jax" else body, list[Any]()
+        for i in range(14):
+            total = step(torch.ones(3, device=device), 1 / (i + 1) if i < 5 else 0.3).item()
+            found.append((pytest.approx(total), schedule.get_last_lr(), schedule.best, schedule.num_bad_epochs, schedule.last_epoch))
+        return found, step
+
+    (want, _), (got, step) = run("cpu"), run("jax")
+    assert got == want
+    assert step.num_traces == 5
+
+
 def test_a_polynomial_schedule_that_ends_inside_the_step() -> None:
     """Behind its last step its formula divides by zero, before the branch that keeps it from doing so is asked again."""
     pair = twins()

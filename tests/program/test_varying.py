@@ -198,6 +198,72 @@ def test_an_item_of_a_cpu_tensor_at_a_counter_is_a_number_that_varies(name: str)
     assert step.num_traces <= num_traces
 
 
+def smoothed(rate: float) -> Any:
+    mean = 0.0
+    while True:
+        mean += rate * ((yield mean) - mean)
+
+
+def sent(state: Any, x: torch.Tensor) -> torch.Tensor:
+    state.n += 1
+    means = smoothed(0.5)
+    next(means)
+    return x * means.send(state.n) + means.send(2 * state.n)
+
+
+def test_a_number_that_is_sent_to_a_generator_stays_an_input() -> None:
+    ours, torchs = types.SimpleNamespace(n=0), types.SimpleNamespace(n=0)
+    step = spmd.compile(lambda x: sent(ours, x))
+    for _ in range(5):
+        torch.testing.assert_close(step(torch.ones(2).to("jax")).cpu(), sent(torchs, torch.ones(2)))
+    assert step.num_traces == 2
+
+
+def first_is_empty(log: Any, x: torch.Tensor) -> Any:
+    if not log:
+        x = x + 1
+    log.append(len(log))
+    return x * len(log)
+
+
+def of_the_last(log: Any, x: torch.Tensor) -> Any:
+    log.append((log[-1] if len(log) > 0 else 0) + 1)
+    return x * log[-1]
+
+
+def until_it_is_full(log: Any, x: torch.Tensor) -> Any:
+    log += [x.shape[0], 2]
+    size = len(log)
+    if size > 8:
+        log.clear()
+    return x / size
+
+
+GROWING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {  # what a call does with a list, and for how many traces
+    "length": (lambda log, x: (x * len(log), log.append(len(log) * 2), x + len(log)), 2),
+    "if it is empty": (first_is_empty, 2),
+    "last item": (of_the_last, 3),
+    "until it is full": (until_it_is_full, 3),
+    "all items": (lambda log, x: (log.append(2), x * sum(log)), 6),
+}
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque])
+@pytest.mark.parametrize("name", GROWING)
+def test_the_length_of_a_list_that_grows_is_a_number_that_varies(name: str, kind: Any) -> None:
+    body, num_traces = GROWING[name]
+    ours, torchs = kind(), kind()
+    step = spmd.compile(lambda x: body(ours, x))
+    for i in range(6):
+        x = torch.full((2,), i + 1.0)
+        got, want = step(x.to("jax")), body(torchs, x)
+        for a, b in zip(got if type(got) is tuple else [got], want if type(want) is tuple else [want], strict=True):
+            torch.testing.assert_close(a.cpu() if isinstance(a, torch.Tensor) else a, b)
+        assert ours == torchs and all(type(a) is int for a in ours)
+    if kind is list or name != "until it is full":  # `+=` reads a deque
+        assert step.num_traces == num_traces
+
+
 def by_milestones(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6])
 

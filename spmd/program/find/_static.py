@@ -27,7 +27,7 @@ def slots_of(value: Any) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for cls in type(value).__mro__:
         for descriptor in vars(cls).values():
-            if isinstance(descriptor, types.MemberDescriptorType):
+            if isinstance(descriptor, types.MemberDescriptorType) and descriptor.__name__ != "__dict__":  # of a SimpleNamespace
                 with suppress(AttributeError):
                     found[descriptor] = descriptor.__get__(value, type(value))
     return found

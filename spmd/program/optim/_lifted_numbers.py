@@ -19,7 +19,7 @@ import torch
 
 from spmd.device._numbers import lifted, of_settings
 from spmd.device._storage import once
-from spmd.program.reads import INPUT, NumberPlace, Numbers, Varying, with_inputs
+from spmd.program.reads import INPUT, LENGTH, NumberPlace, Numbers, Varying, with_inputs
 
 _CAPACITY = 256  # varying numbers, and numbers computed from them, that one program may use
 
@@ -37,6 +37,7 @@ class LiftedNumbers:
         today: the vector as list[float], as read last; None if a number does not exist any more.
         varying: places of the other numbers that change from call to call.
         size: number of elements of the vector.
+        lengths: during a trace, the lengths of lists that are inputs, by id of the list.
         stand_ins: from the end of a trace until its results are taken apart: by id of each tuple with such numbers, the tuple, and a
             function that returns the tuple of a call.
     """
@@ -56,10 +57,13 @@ class LiftedNumbers:
             held: tuple[dict[Any, Any], ...] = (optimizer.state, *states)  # the first may contain numbers: `self.state["steps"] += 1`
             self.slots.extend((s, key, None) for s in held for key, value in s.items() if type(value) in (int, float))
         self._places = {(id(holder), key) for holder, key, _ in self.slots}
-        self.varying = [p for p in varying if (id(p.holder), p.key) not in self._places and type(p.read()) is p.kind]
+        now = {
+            (p.slot, p.path): p for p in varying if p.slot not in self._places and type(p.read()) is p.kind
+        }  # several lead to one object
+        self.varying = list(now.values())
         self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
-        for place in self.varying:
-            self._paths.setdefault((id(place.holder), place.key), []).append(place.path)
+        for slot, path in now:
+            self._paths.setdefault(slot, []).append(path)
         self._capacity = _CAPACITY if varying or arguments else 0
         self._settings = _OfSettings(4 * len(self.slots))
         self.size = len(self.slots) + self._capacity + self._settings.capacity
@@ -67,6 +71,7 @@ class LiftedNumbers:
         self._used = Numbers(self._capacity)
         self._holders, self._keys = [holder for holder, _, _ in self.slots], [key for _, key, _ in self.slots]
         self.stand_ins: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self.lengths: dict[int, Varying] = {}
         self._held: list[Any] = []  # the values in the slots when `today` was read
         self._may_change_unseen = True
         self.today: Any = None
@@ -154,9 +159,13 @@ class LiftedNumbers:
             else:
                 group[key] = (*group[key][:position], number, *group[key][position + 1 :])
         self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
-        kept_varying = [(place, place.look()) for place in self.varying]
+        kept_varying = [(place.entry, place.entry.look()) for place in self.varying]
         for place in self.varying:
-            place.put(Varying(self._used, _Today(place, place.read(), self._used)))
+            number = Varying(self._used, _Today(place, place.read(), self._used))
+            if place.entry.key is LENGTH:
+                self.lengths[place.slot[0]] = number
+            else:
+                place.put(number)
         slots = ((group[key], partial(getitem, group, key)) for group, key, position in self.slots if position is not None)
         in_places = (found for place in self.varying for found in place.tuples())
         self.stand_ins = {id(value): (value, look) for value, look in (*slots, *in_places)}
@@ -165,8 +174,9 @@ class LiftedNumbers:
         finally:
             for group, key, value in kept:
                 group[key] = value
-            for place, value in kept_varying:
-                place.place(value)
+            for entry, value in kept_varying:
+                entry.place(value)
+            self.lengths.clear()
             self._used.stop()
             self._may_change_unseen = True  # the trace may have added numbers that are computed from settings
 

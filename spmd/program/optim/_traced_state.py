@@ -7,7 +7,7 @@ optimizer) are inputs of the program, as learning rates are. The host computes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.device._numbers import NumberNode
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
 from spmd.program.reads import Varying
-from spmd.program.reads._places import all_in
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -88,7 +87,7 @@ class TracedState:
             if value is before.get(key):
                 continue
             if not is_device_tensor(value):
-                if any(is_device_tensor(part) and is_newborn(buffer_of(part)) for part in all_in(value)):
+                if any(is_device_tensor(part) and is_newborn(buffer_of(part)) for part in _all_in(value)):
                     raise _in_container(optimizer, key, value)
                 self.effects.append(partial(_set_number, optimizer, owner, key, _value_per_call(optimizer, key, value, before.get(key))))
             elif is_device_tensor(before.get(key)):
@@ -232,3 +231,13 @@ def _in_container(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> Tra
             fix="call the function once without spmd.compile, so that the first step creates them; or use one entry per tensor",
         )
     )
+
+
+def _all_in(value: Any, around: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """A value and everything inside it, through tuples, lists and dicts."""
+    if any(value is outer for outer in around):
+        return
+    yield value
+    parts = value.values() if type(value) is dict else value if isinstance(value, tuple) or type(value) is list else ()
+    for part in parts:
+        yield from _all_in(part, (*around, value))

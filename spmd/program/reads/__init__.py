@@ -32,16 +32,17 @@ Note [Reads]
     6. Refusals. A value that a later call cannot read again is an error: an iterator from before the trace, a random generator, a clock.
 """
 
-from spmd.program.reads._guard import changed_numbers, guard_places
+from spmd.program.reads._guard import guard_places
 from spmd.program.reads._heap import made_in_trace
 from spmd.program.reads._hooks import python_writes
 from spmd.program.reads._journal import Effect, Writes, is_same_content
 from spmd.program.reads._library import is_library
 from spmd.program.reads._module_reads import RunModule
-from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, with_inputs
+from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace, ObjectPlace, PartPlace, with_inputs
+from spmd.program.reads._parts import is_data, objects_in
 from spmd.program.reads._places import PLAIN, Place, shown
 from spmd.program.reads._recorder import Recording, recorded
-from spmd.program.reads._replaced import ReplacedState, guard_who, touched_by
+from spmd.program.reads._replaced import ReplacedState, Replacements, changes, touched_by
 from spmd.program.reads._swap import code_of, recorded_together
 from spmd.program.reads._varying import Numbers, NumbersNeeded, Varying, is_noted
 from spmd.program.reads._varying_index import ViewNeeded
@@ -49,10 +50,14 @@ from spmd.program.reads._varying_index import ViewNeeded
 __all__ = [
     "ABSENT",
     "INPUT",
+    "LENGTH",
     "PLAIN",
     "Effect",
     "ReplacedState",
+    "Replacements",
     "NumberPlace",
+    "ObjectPlace",
+    "PartPlace",
     "Numbers",
     "NumbersNeeded",
     "Place",
@@ -61,14 +66,15 @@ __all__ = [
     "Varying",
     "Writes",
     "ViewNeeded",
-    "changed_numbers",
+    "changes",
     "code_of",
     "guard_places",
-    "guard_who",
+    "is_data",
     "is_library",
     "is_noted",
     "is_same_content",
     "made_in_trace",
+    "objects_in",
     "python_writes",
     "recorded",
     "recorded_together",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import builtins
 import collections
-import collections.abc
+import copy
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -32,10 +33,10 @@ from torch.utils.hooks import RemovableHandle
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
 from spmd.program.reads._classes import ask_classes, ask_names
-from spmd.program.reads._container_methods import CONTAINERS, note_method, update
+from spmd.program.reads._container_methods import CONTAINERS, STORE, note_method, update
 from spmd.program.reads._hidden_state import has_hidden_state, is_output, lock_setting
 from spmd.program.reads._journal import is_environment
-from spmd.program.reads._library import is_library, is_recorded, keeps_state
+from spmd.program.reads._library import is_recorded
 from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import for_noted_sizes
@@ -51,6 +52,7 @@ from spmd.program.reads._number_calls import (
 )
 from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of
+from spmd.program.reads._parts import is_sized
 from spmd.program.reads._process_settings import SETTINGS, questions_of_call
 from spmd.program.reads._random_generators import GLOBAL_RANDOM, exact_state
 from spmd.program.reads._varying import (
@@ -129,22 +131,8 @@ def note_call(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         TraceError: no program can repeat the call.
         TraceAgain: the trace has to be repeated with other settings.
     """
-    if (instead := with_key_function(recording, fn, args) or _call_with_varying(recording, fn, args)) is not None:
+    if (instead := _with_numbers(recording, fn, args)) is not None:
         return instead
-    if args and id(fn) in _OF_A_NUMBER and isinstance(args[0], torch.SymFloat) and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
-        return lambda number, *more, **options: fn(known(number), *more, **options)
-    if is_converted(fn, args):
-        return for_numbers(fn)
-    if (converted := conversion(fn, args)) is not None:
-        recording.read_class_of(args[0])
-        return converted
-    if type(fn) is Varying:
-        return fn.concrete()
-    if any(map(is_lifted, args)) and (own := for_numbers(fn)) is not fn:
-        note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
-        return own
-    if any(type(a) is dict for a in args) and needs_known(fn) and any(map(holds_lifted, args)):
-        return with_known(fn)
     if type(fn) in _IN_C and (of_noted := for_noted_sizes(fn, args)) is not None:
         return of_noted
     return _record(recording, fn, args)
@@ -197,6 +185,30 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     return fn
 
 
+def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
+    if (instead := with_key_function(recording, fn, args) or _call_with_varying(recording, fn, args)) is not None:
+        return instead
+    if id(fn) == id(len) and len(args) == 1 and is_sized(args[0]):
+        return recording.read_length
+    if args and isinstance(args[0], torch.SymFloat):
+        if id(fn) == id(float) and is_of_host(args[0]) and args[0].node.kind is float:
+            return lambda number: number  # a learning rate stays an input
+        if id(fn) in _OF_A_NUMBER and is_of_host(args[0], asks=id(fn) in _NEED_VALUES):
+            return lambda number, *more, **options: fn(known(number), *more, **options)
+    if is_converted(fn, args):
+        return for_numbers(fn)
+    if (converted := conversion(fn, args)) is not None:
+        recording.read_class_of(args[0])
+        return converted
+    if type(fn) is Varying:
+        return fn.concrete()
+    if any(map(is_lifted, args)) and (own := for_numbers(fn)) is not fn:
+        note_call(recording, fn, tuple(a for a in args if not is_lifted(a)))
+        return own
+    return with_known(fn) if any(type(a) is dict for a in args) and needs_known(fn) and any(map(holds_lifted, args)) else None
+
+
 def _call_with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use where `fn` or its arguments have varying numbers, with its reads recorded; None if `fn` takes them."""
     if type(fn) is NumberMethod:
@@ -224,7 +236,10 @@ def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Calla
         raise NumbersNeeded
     given = substitute(fn, args)
     if given is not None:
-        _record(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args))
+        asked = [a for a in args if getattr(fn, "__module__", None) == "builtins" and _lists_varying(a)]  # sum, max: only of the numbers
+        for listed in asked:
+            recording.read_content(listed)
+        _record(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if all(a is not b for b in asked)))
     return given
 
 
@@ -238,11 +253,13 @@ def _holds_varying(value: Any) -> bool:
 
 def _takes_varying(fn: Any) -> bool:
     """Whether `fn` takes varying numbers: instrumented code, and functions that only store their arguments."""
+    if any(fn is copies for copies in _COPY) or fn is types.SimpleNamespace:
+        return True
     if isinstance(fn, (types.FunctionType, types.MethodType)):
         of_tuple = getattr(fn, "__self__", None) if fn.__name__ in ("_replace", "_make") else None
         return is_recorded(fn.__module__) or hasattr(of_tuple, "_fields") or fn is torch.func.functional_call  # passes them to a module
     if isinstance(fn, type):
-        return fn in (list, tuple, dict, set, frozenset, collections.deque) or (is_recorded(fn.__module__) and fn.__module__ != "builtins")
+        return fn in (list, tuple, set, frozenset, *_STORES) or (is_recorded(fn.__module__) and fn.__module__ != "builtins")
     if isinstance(fn, functools.partial):
         return _takes_varying(fn.func)
     call = getattr(type(fn), "__call__", None)  # noqa: B004 - an instance whose class has one: a module, a schedule
@@ -250,12 +267,16 @@ def _takes_varying(fn: Any) -> bool:
         return is_recorded(call.__module__)
     owner = getattr(fn, "__self__", None)
     name = getattr(fn, "__name__", "")
-    return (isinstance(owner, CONTAINERS) and name in _STORE) or name in ("setattr", "__setattr__")
+    if type(owner) is types.GeneratorType:  # its code is that of the function that made it
+        return name == "send" and owner.gi_frame is not None and is_recorded(owner.gi_frame.f_globals.get("__name__"))
+    return (isinstance(owner, CONTAINERS) and name in STORE) or name in ("setattr", "__setattr__")
 
 
+_STORES = (dict, collections.deque, collections.OrderedDict, collections.defaultdict)  # classes that store what they are given
+# these copy what they are given, and store varying numbers as they are
+_COPY = (dataclasses.replace, dataclasses.asdict, dataclasses.astuple, dataclasses.fields, copy.copy, copy.deepcopy)
 _KEEP_NUMBERS = ("_heapq", "_bisect", "heapq", "bisect")  # C code that stores numbers in the caller's lists, except for searches
 _KEYED = frozenset(("setdefault", "__setitem__", "insert"))  # methods whose first argument is a key
-_STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))  # that only store arguments
 
 
 def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[Any, ...]) -> None:
@@ -275,7 +296,7 @@ def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[A
     is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
     for arg in args:
         if not (is_ours and isinstance(arg, (torch.nn.Module, torch.optim.Optimizer))):  # our functions read only its tensors
-            recording.read_deep(arg)
+            recording.read_deep(arg, asks_identity=not (fn in _COPY or fn.__name__ in ("_replace", "_asdict")))
 
 
 def _refuse_concurrency(fn: Any) -> None:
@@ -304,6 +325,8 @@ def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
     """Record a call of a builtin function, or of a builtin method bound to its object."""
     owner = fn.__self__
     if id(fn) in _NO_READS:
+        if fn is builtins.id:
+            recording.ask_identity(*args)
         if args and fn in _ASK_CLASSES:
             ask_classes(recording, fn, args)
         return
@@ -370,12 +393,14 @@ def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
         for arg in args:
             recording.iterate(arg)
         return
+    if cls is types.SimpleNamespace:
+        return
     if not is_recorded(cls.__module__):
         if cls is weakref.finalize or (issubclass(cls, weakref.ref) and len(args) == 2 and args[1] is not None):
             raise refused(f"weakref.{cls.__name__}() with a function, which runs when the trace drops the object")
         recording.ask(cls, question_of(cls, args))
         for arg in args:
-            recording.read_deep(arg)
+            recording.read_deep(arg, asks_identity=cls not in _STORES)
     else:
         if type(deleter := getattr(cls, "__del__", None)) is types.FunctionType and is_recorded(deleter.__module__):
             raise refused(f"{cls.__qualname__} has a __del__, which runs when the trace drops the object")
@@ -426,6 +451,7 @@ def _c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]
             recording.store_attr(owner, args[0])
         else:
             recording._store_attribute(owner, args[0])
+            return  # it stores the value as it is
     elif issubclass(kind, np.ndarray):
         recording.read_content(owner)
         if name in _WRITES_OF_ARRAYS or name in INPLACE:
@@ -435,6 +461,8 @@ def _c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]
     elif not issubclass(kind, torch.Tensor):
         if not is_recorded(kind.__module__):
             recording.read_deep(owner)
+        elif name not in ("__init__", "__new__"):
+            recording.ask_identity(owner)  # `__hash__`, `__eq__`
     else:
         recording.read_content(owner)
     for arg in args:
@@ -445,48 +473,3 @@ _WRITES_OF_ARRAYS = frozenset(("fill", "sort", "partition", "put", "itemset", "r
 INPLACE = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "xor", "or"]
 )
-
-
-def memory_owners(value: Any) -> Iterator[Any]:
-    """The objects whose memory an array, an iterator over one or a memoryview shares, the nearest first."""
-    while value is not None:
-        value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None) if isinstance(value, _VIEWS) else None
-        if value is not None:
-            yield value
-
-
-def nested(value: Any) -> Iterator[Any]:
-    """A value and everything inside it, through tuples, lists and dicts."""
-    yield value
-    if isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from nested(part)
-
-
-_VIEWS = (np.ndarray, np.flatiter)
-
-
-def parts_of(value: Any, recording: Recording) -> list[Any]:
-    """The mutable objects that a library can reach directly from `value`."""
-    kind = type(value)
-    if issubclass(kind, dict):
-        return list(dict.values(value))
-    if issubclass(kind, (collections.UserDict, collections.UserList)):
-        return [value.data]
-    if issubclass(kind, (list, tuple, collections.deque)):
-        return list(value)
-    if issubclass(kind, (set, frozenset)):
-        return list(value)
-    if issubclass(kind, functools.partial):
-        return [value.func, value.args, recording.owned(value, value.keywords)]
-    if issubclass(kind, types.MethodType):
-        return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
-    if issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
-        return [] if isinstance(value.__self__, (type, types.ModuleType)) else [value.__self__]
-    if issubclass(kind, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
-        return []
-    is_container = issubclass(kind, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
-    if issubclass(kind, Iterator) or (is_library(kind.__module__) and not (is_container or keeps_state(kind))):
-        return []
-    attributes = recording.attributes(value)
-    return [attributes] if attributes else []

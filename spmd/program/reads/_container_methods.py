@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import collections
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,13 @@ _READERS = frozenset(  # methods of containers that change nothing
         *("__or__", "__and__", "__sub__", "__reversed__", "__sizeof__", "most_common", "fromkeys", "__reduce_ex__", "__class_getitem__"),
         *("__getattribute__", "__init_subclass__", "__class__", "__hash__", "__dir__", "__format__", "__str__"),
         *("decode", "hex", "startswith"),
+    )
+)
+STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))  # only store arguments
+_BY_PLACE = frozenset(  # give or store items without a comparison of them
+    (
+        *("get", "keys", "values", "items", "copy", "pop", "popleft", "popitem", "clear", "reverse", "rotate", "add", "extendleft"),
+        *("__getitem__", "__iter__", "__len__", "__init__", "__new__", "__reversed__"),
     )
 )
 # methods that read the whole content of their arguments
@@ -42,15 +48,17 @@ def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ..
     elif isinstance(owner, dict) and name == "__setitem__":
         recording.journal.entry(owner, args[0], recording._title(owner))
     elif isinstance(owner, list) and name == "append":
-        recording.journal.append(owner, args[0], functools.partial(list.append, owner), recording._title(owner))
+        recording.journal.append(owner, args[0], list.append, recording._title(owner))
     elif isinstance(owner, collections.deque) and name == "append" and owner.maxlen is None:
-        recording.journal.append(owner, args[0], functools.partial(collections.deque.append, owner), recording._title(owner))
+        recording.journal.append(owner, args[0], collections.deque.append, recording._title(owner))
     elif isinstance(owner, set) and name == "add":
-        recording.journal.append(owner, args[0], functools.partial(set.add, owner), recording._title(owner))
+        recording.journal.append(owner, args[0], set.add, recording._title(owner))
     elif name in _READERS:
         recording.read_content(owner)
     elif name not in ("__init__", "__new__"):
         recording.mutate(owner)
+    if name not in STORE and name not in _BY_PLACE:
+        recording.ask_identity(owner, *args)
     for arg in args if name in _TAKE_ALL else ():
         recording.advance(arg, f"passed to {name}()") if isinstance(arg, Iterator) else recording.read_content(arg)
 
@@ -68,4 +76,4 @@ def update(recording: Recording, fn: Any, /, *given: Any, **named: Any) -> None:
     fn(*given, **named)
 
 
-__all__ = ["CONTAINERS", "note_method", "update"]
+__all__ = ["CONTAINERS", "STORE", "note_method", "update"]

@@ -10,19 +10,18 @@ from operator import attrgetter, call, itemgetter, methodcaller
 from typing import Any
 
 from spmd.program.reads._classes import ORDER, AbstractPlace, ClassPlace, SpecialPlace, registrations
-from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace
+from spmd.program.reads._content_places import AttributePlace, CellPlace, FunctionPlace
+from spmd.program.reads._number_place import ABSENT, INPUT
 from spmd.program.reads._places import (
     PLAIN,
-    AttributePlace,
-    CellPlace,
     ContentPlace,
     DictPlace,
-    FunctionPlace,
     Like,
     ListPlace,
     Place,
     SlotPlace,
 )
+from spmd.program.reads._replaced import holds_replaced
 from spmd.program.reuse._columns import Guards
 
 _CONTENTS = attrgetter("cell_contents")
@@ -37,14 +36,11 @@ def guard_places(guards: Guards, places: Iterable[Place]) -> None:
         guards.add(place.difference, **_columns_of(place))
 
 
-def changed_numbers(places: Iterable[Place]) -> list[NumberPlace]:
-    """The ints and floats in these places that have changed."""
-    return [number for place in places for number in place.changed_numbers()]
-
-
 def _columns_of(place: Place) -> dict[str, Any]:
     """What `place.difference()` depends on, as arguments of `Guards.add`; empty if that cannot be said, so that every call evaluates it."""
     holder = place.holder
+    if any(map(holds_replaced, place.values())):  # the contents of another object
+        return {}
     if isinstance(place, DictPlace):
         return {"dicts": [holder]}
     if isinstance(place, ClassPlace):
@@ -54,7 +50,7 @@ def _columns_of(place: Place) -> dict[str, Any]:
     if isinstance(place, AbstractPlace):
         return {"numbers": [(registrations, [holder])]}
     if isinstance(place, AttributePlace):
-        return {"numbers" if isinstance(place.content, (*PLAIN, tuple)) else "values": [(place.get, [holder])]}
+        return {"numbers" if isinstance(place.content, (*PLAIN, tuple)) else "values": [(place.getter, [holder])]}
     if isinstance(place, CellPlace) and _is_fixed(place.content):
         return {"values": [(_CONTENTS, [holder])]}
     if isinstance(place, SlotPlace) and _is_fixed(place.content):
@@ -72,8 +68,9 @@ def _columns_of(place: Place) -> dict[str, Any]:
     if isinstance(place, ListPlace) and type(holder) in (list, collections.deque):
         if place.whole is not None and all(map(_is_fixed, place.whole)):
             return {"parts": [(iter, holder)]}
-        if place.whole is None and place.items and all(map(_is_fixed, place.items.values())):
-            return {"parts": [(_items(tuple(place.items)), holder)]}
+        if place.whole is None and all(map(_is_fixed, place.items.values())):
+            items = [(_items(tuple(place.items)), holder)] if place.items else []
+            return {"parts": items, "numbers": [(len, [holder])] if place.length is not None else []}
     return {}
 
 
@@ -86,4 +83,4 @@ def _items(indexes: tuple[int, ...]) -> itemgetter[Any]:
     return itemgetter(*indexes, *indexes[:1])  # at least two indexes, so that the result is a tuple
 
 
-__all__ = ["changed_numbers", "guard_places"]
+__all__ = ["guard_places"]

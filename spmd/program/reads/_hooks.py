@@ -122,10 +122,15 @@ def _special_method(instance: Any, name: str) -> None:
 
 
 def _identity(left: Any, right: Any) -> Any:
-    if not (isinstance(left, bool) or isinstance(right, bool)):
+    if left is None or right is None:
         return left
     recording = _now.get(get_ident())
-    return left if recording is None or recording.is_busy else without_hooks(recording, identity_operand, left, right)
+    if recording is None or recording.is_busy:
+        return left
+    if isinstance(left, bool) or isinstance(right, bool):
+        return without_hooks(recording, identity_operand, left, right)
+    recording.note_pair(left, right)
+    return left
 
 
 def _read_content(value: Any) -> None:
@@ -133,6 +138,13 @@ def _read_content(value: Any) -> None:
         recording = _now.get(get_ident())
         if recording is not None and not recording.is_busy:
             without_hooks(recording, recording.read_content, value)
+
+
+def _test(value: Any) -> None:
+    if type(value) not in QUIET:
+        recording = _now.get(get_ident())
+        if recording is not None and not recording.is_busy:
+            without_hooks(recording, recording.test, value)
 
 
 def _shown(value: Any) -> Any:
@@ -179,12 +191,16 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
 HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "made_with_keys", "imported")},
     **{name: _item_hook(name) for name in ("load_item", "store_item", "delete_item")},
-    **{name: _replacing_hook(name) for name in ("call", "call_ex", "match_class", "as_key", "contains", "operate", "operate_in_place")},
+    **{
+        name: _replacing_hook(name)
+        for name in ("call", "call_ex", "match_class", "as_key", "contains", "compare", "operate", "operate_in_place")
+    },
     "load_attr": _load_attr,
     "special_method": _special_method,
     "identity": _identity,
     "read_content": _read_content,
     "shown": _shown,
+    "test": _test,
     "load_cell": _load_cell,
     "load_global": _load_global,
     "store_global": _store_global,

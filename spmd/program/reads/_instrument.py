@@ -158,7 +158,7 @@ class Instrumenter:
                 yield from (instr, *self._observe("special_method", self._first_argument(code, instr.location), instr.location))
                 continue
             if index in found:
-                yield from (*self._observe("read_content", [Instr("COPY", 3, location=instr.location)], instr.location),)
+                yield from (*self._observe("test", [Instr("COPY", 3, location=instr.location)], instr.location),)
                 yield from _choices.before_block(found[index], self._hook, instr)
                 continue
             if instr.name == "KW_NAMES":
@@ -224,9 +224,9 @@ class Instrumenter:
             yield from self._operation("contains", at)
         elif op in ("BINARY_OP", "COMPARE_OP"):
             is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
-            yield from self._operation("operate_in_place" if is_in_place else "operate", at)
+            yield from self._operation("operate_in_place" if is_in_place else "compare" if op == "COMPARE_OP" else "operate", at)
         elif op in _TRUTH:
-            yield from self._observe("read_content", copies(1), at)
+            yield from self._observe("test", copies(1), at)
         elif op in _SHOW:  # the format, if there is one, is on top of the value
             yield from self._replaced("shown", 1 + (op == "FORMAT_WITH_SPEC" or (op == "FORMAT_VALUE" and bool(instr.arg & 4))), at)
         elif op in _READS_CONTENT:

@@ -20,6 +20,7 @@ from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import CDATA, content_of, is_same, items_of, slot_value
 
 Put = Callable[[Any], None]
+PutIn = Callable[[Any], Put]  # a holder -> the function that sets the value of a place in it
 Writes = dict[Any, tuple[str, Any, Callable[[], Any]]]  # by place: its title, its old value, and a function that reads its value
 
 
@@ -37,6 +38,8 @@ class Effect:
         read: gives the value of the place now, or ABSENT.
         is_content: whether the value is a copy of the whole content of the holder.
         was_read: whether the trace read the place before it wrote it.
+        put_in: gives `put` for another holder of the same kind; None if there is none.
+        held: (position in `TraceState.held`, a function that gives the holder in an object) if calls find another object here; else None.
     """
 
     holder: Any
@@ -48,6 +51,8 @@ class Effect:
     read: Callable[[], Any] = lambda: ABSENT
     is_content: bool = False
     was_read: bool = False
+    put_in: PutIn | None = None
+    held: tuple[int, Callable[[Any], Any]] | None = None
 
 
 @dataclass
@@ -61,6 +66,7 @@ class _Written:
     read: Callable[[], Any]
     put: Put
     is_content: bool
+    put_in: PutIn | None
 
 
 class Journal:
@@ -127,16 +133,8 @@ class Journal:
 
     def entry(self, holder: dict[Any, Any], key: Any, title: str, put: Put | None = None) -> None:
         """Before an entry of a dict is written. `put` sets it, if the dict itself must not be written to (that of a class)."""
-
-        base = dict_class(holder)
-
-        def place(value: Any) -> None:
-            if value is ABSENT:
-                base.pop(holder, key, None)
-            else:
-                base.__setitem__(holder, key, value)
-
-        self._note(holder, key, title, lambda: dict.get(holder, key, ABSENT), put or place)
+        put_in = partial(_entry_of, key) if put is None else None
+        self._note(holder, key, title, lambda: dict.get(holder, key, ABSENT), put or _entry_of(key, holder), put_in=put_in)
 
     def removal(self, holder: dict[Any, Any], key: Any) -> None:
         """Before an entry of a dict that is noted already is removed. If it is added again, it moves to the end of the dict."""
@@ -160,35 +158,40 @@ class Journal:
 
     def slot(self, instance: Any, name: str, descriptor: Any, title: str) -> None:
         """Before a slot of an object is written."""
-
-        def place(value: Any) -> None:
-            if value is ABSENT:
-                descriptor.__delete__(instance)
-            else:
-                descriptor.__set__(instance, value)
-
-        self._note(instance, name, title, lambda: slot_value(instance, descriptor), place)
+        put_in = partial(_slot_of, descriptor)
+        self._note(instance, name, title, lambda: slot_value(instance, descriptor), put_in(instance), put_in=put_in)
 
     def content(self, holder: Any, title: str) -> None:
         """Before a call that may change the whole content of a container."""
         copied = copier_of(holder)
         if copied is not None:
             read, put = copied
-            self._note(holder, ABSENT, title, read, put, is_content=not isinstance(holder, ContextVar))
+            put_in = _content_of if isinstance(holder, (dict, list, collections.deque)) else None
+            self._note(holder, ABSENT, title, read, put, not isinstance(holder, ContextVar), put_in)
 
-    def append(self, holder: Any, value: Any, put: Put, title: str) -> None:
-        """Before an item is added to a list, deque or set. Every call adds one, whatever the container holds."""
+    def append(self, holder: Any, value: Any, add: Callable[[Any, Any], None], title: str) -> None:
+        """Before an item is added to a list, deque or set by `add(holder, item)`. Every call adds one, whatever the container holds."""
         self.content(holder, title)
-        self._appended.append(Effect(holder, ABSENT, title, ABSENT, value, put))
+        put_in = partial(partial, add)
+        self._appended.append(Effect(holder, ABSENT, title, ABSENT, value, put_in(holder), put_in=put_in))
 
-    def _note(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put, is_content: bool = False) -> None:
+    def _note(
+        self,
+        holder: Any,
+        key: Any,
+        title: str,
+        read: Callable[[], Any],
+        put: Put,
+        is_content: bool = False,
+        put_in: PutIn | None = None,
+    ) -> None:
         token = (id(holder), _token(key))
         self.num_writes += 1
         for writes in self._parts:
             if token not in writes and not self._is_ignored(holder, key):
                 writes[token] = title, read(), read
         if token not in self._first and not self._is_ignored(holder, key):
-            self._first[token] = _Written(holder, key, title, read(), read, put, is_content)
+            self._first[token] = _Written(holder, key, title, read(), read, put, is_content, put_in)
             if key is not ABSENT:
                 self._entries.setdefault(id(holder), []).append(key)
 
@@ -209,14 +212,13 @@ class Journal:
                 continue
             now = written.read()
             is_same = now is written.before or is_same_content(now, written.before)
-            put = written.put
+            put, put_in = written.put, written.put_in
             if (id(written.holder), _token(written.key)) in self._removed and now is not ABSENT:
-                is_same, put = False, partial(_put_last, put)
+                is_same, put, put_in = False, partial(_put_last, put), None
             if not is_same or not is_read(written.holder, written.key):
                 was_read = is_read(written.holder, written.key)
-                effects.append(
-                    Effect(written.holder, written.key, written.title, written.before, now, put, written.read, written.is_content, was_read)
-                )
+                place = written.holder, written.key, written.title
+                effects.append(Effect(*place, written.before, now, put, written.read, written.is_content, was_read, put_in))
         return effects
 
     def undo(self, is_before: Callable[[Any], bool]) -> None:
@@ -232,6 +234,34 @@ class Journal:
                 base = dict_class(holder)
                 for key in [key for key in order if key in holder]:
                     base.__setitem__(holder, key, base.pop(holder, key))
+
+
+def _entry_of(key: Any, holder: dict[Any, Any]) -> Put:
+    base = dict_class(holder)
+
+    def place(value: Any) -> None:
+        if value is ABSENT:
+            base.pop(holder, key, None)
+        else:
+            base.__setitem__(holder, key, value)
+
+    return place
+
+
+def _slot_of(descriptor: Any, instance: Any) -> Put:
+    def place(value: Any) -> None:
+        if value is ABSENT:
+            descriptor.__delete__(instance)
+        else:
+            descriptor.__set__(instance, value)
+
+    return place
+
+
+def _content_of(holder: Any) -> Put:
+    copied = copier_of(holder)
+    assert copied is not None
+    return copied[1]
 
 
 def _put_last(put: Put, value: Any) -> None:

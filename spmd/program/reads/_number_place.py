@@ -1,4 +1,7 @@
-"""`NumberPlace`: a place that holds a Python number, alone or in tuples. A number that changes can become an input of the program."""
+"""`NumberPlace`: a place that holds a Python number, alone or in tuples. A number that changes can become an input of the program.
+
+`ObjectPlace` is a place that holds another object from call to call. See Note [Replaced objects].
+"""
 
 from __future__ import annotations
 
@@ -9,50 +12,80 @@ from typing import Any
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 INPUT: Any = type("Input", (), {"__repr__": lambda self: "an input"})()
+LENGTH: Any = type("Length", (), {"__repr__": lambda self: "its length"})()  # the key of the length of a list
 Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class NumberPlace:
-    """A place that holds a Python number, or a tuple with one inside.
+class Entry:
+    """One variable, attribute or item: of an object that stays, or of the object that is now in another place.
 
     Attributes:
-        holder: the object that holds the value. Kept alive, so that the token stays unique.
-        key: the entry of the holder.
-        path: indices into nested tuples that lead to the number; empty if the place holds the number itself.
-        kind: int or float.
-        look: gives the value of the place now.
-        place: sets the value of the place.
+        token: identifies it: equal for the same entry only.
+        key: its name or index in the holder.
+        holder: gives the dict, list, cell or object that holds it now, or ABSENT. Keeps a holder that stays alive, so that the token
+            stays unique.
+        look: gives its value now, or ABSENT.
+        place: sets its value.
+        within: the place of the object that it belongs to; None if that object stays.
     """
 
-    holder: Any
+    token: Any
     key: Any
-    path: Path
-    kind: type
+    holder: Callable[[], Any]
     look: Callable[[], Any]
     place: Callable[[Any], None]
+    within: ObjectPlace | None = None
+
+
+@dataclass(frozen=True)
+class PartPlace:
+    """An entry, or an item of nested tuples in it.
+
+    Attributes:
+        entry: the entry.
+        path: indices into nested tuples that lead to the item; empty for the value of the entry itself.
+        kind: the class of the value.
+    """
+
+    entry: Entry
+    path: Path
+    kind: type
 
     @property
-    def token(self) -> tuple[int, Any, Path]:
-        """Identifies the place: equal for the same place only."""
-        return id(self.holder), self.key, self.path
+    def token(self) -> tuple[Any, ...]:
+        """Identifies the place: equal for the same place and kind of place only."""
+        return type(self), self.entry.token, self.path
 
     def read(self) -> Any:
-        """The number now, or ABSENT."""
-        return part_of(self.look(), self.path)
+        """The value now, or ABSENT."""
+        return part_of(self.entry.look(), self.path)
+
+    def tuples(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        """Each tuple around the value, with a function that gives the tuple at the same position later."""
+        for length in range(len(self.path)):
+            path = self.path[:length]
+            yield part_of(self.entry.look(), path), partial(self._part, path)
+
+    def _part(self, path: Path) -> Any:
+        return part_of(self.entry.look(), path)
+
+
+class NumberPlace(PartPlace):
+    """A place that holds an int or a float."""
+
+    @property
+    def slot(self) -> tuple[int, Any]:
+        """(id of the holder, key) of the entry now."""
+        return id(self.entry.holder()), self.entry.key
 
     def put(self, number: Any) -> None:
         """Set the number. Tuples around it are replaced by new ones."""
-        self.place(with_part(self.look(), self.path, number))
+        self.entry.place(with_part(self.entry.look(), self.path, number))
 
-    def tuples(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
-        """Each tuple around the number, with a function that gives the tuple at the same position later."""
-        for length in range(len(self.path)):
-            path = self.path[:length]
-            yield part_of(self.look(), path), partial(self._part, path)
 
-    def _part(self, path: Path) -> Any:
-        return part_of(self.look(), path)
+class ObjectPlace(PartPlace):
+    """A place whose object is replaced from call to call by another one of the same class."""
 
 
 def is_tuple(value: Any) -> bool:
@@ -86,13 +119,4 @@ def with_inputs(value: Any, paths: Collection[Path]) -> Any:
     return value
 
 
-def paths_of(new: Any, old: Any, has_changed: Callable[[Any, Any], bool]) -> Iterator[Path]:
-    """The paths at which `has_changed(new, old)` is true, in nested tuples of the same structure."""
-    if is_tuple(new) and is_tuple(old) and type(new) is type(old) and len(new) == len(old):
-        for index, (part, before) in enumerate(zip(new, old, strict=True)):
-            yield from ((index, *path) for path in paths_of(part, before, has_changed))
-    elif has_changed(new, old):
-        yield ()
-
-
-__all__ = ["ABSENT", "INPUT", "NumberPlace", "Path", "is_tuple", "part_of", "paths_of", "with_inputs", "with_part"]
+__all__ = ["ABSENT", "INPUT", "Entry", "NumberPlace", "ObjectPlace", "PartPlace", "Path", "is_tuple", "part_of", "with_inputs", "with_part"]

@@ -5,26 +5,21 @@ The comparison runs no user code: it uses the methods of `dict` and `list` thems
 
 from __future__ import annotations
 
-import array
 import collections
+import copy
 import ctypes
-import threading
 import types
-import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole
-from spmd.program.reads._hidden_state import IN_MEMORY, stream_content
+from spmd.program.find._static import attributes_of
 from spmd.program.reads._host_bytes import put_host_bytes
-from spmd.program.reads._number_place import ABSENT, INPUT, NumberPlace, is_tuple, part_of, paths_of
-from spmd.program.reads._varying import Varying
+from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, Entry, ObjectPlace, is_tuple
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
 CDATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: the base class of all numbers
@@ -49,66 +44,16 @@ class Like:
         _, shape, dtype, _ = self._expected
         return f"a tensor like the first ({str(dtype).removeprefix('torch.')}{list(shape)}, {self._annotation or 'no layout'})"
 
+    def difference(self, value: Any) -> str | None:
+        """A message that says more about why `value` is not such a value, if there is one."""
+        return None
+
     def fits(self, value: Any) -> bool:
         """Whether `value` is such a tensor, and covers its whole storage."""
         if not is_device_tensor(value) or (type(value), value.shape, value.dtype, value.requires_grad) != self._expected:
             return False
         buffer = buffer_of(value)
         return buffer.dropped is None and buffer.annotation in (None, self._annotation) and is_whole(value, buffer)
-
-
-class LikeContainer(Like):
-    """Expected value for a tuple, list or dict with such tensors: any container of the same structure. Varying numbers may differ."""
-
-    def __init__(self, container: Any) -> None:
-        self._type = type(container)
-        self._keys = list(container) if isinstance(container, dict) else None
-        self.parts = [like(part) for part in items_in(container)]
-        self._identities = _identities(container)
-
-    @property
-    def text(self) -> str:
-        return f"a {self._type.__name__} of {len(self.parts)} with tensors like the first"
-
-    def fits(self, value: Any) -> bool:
-        if type(value) is not self._type or len(value) != len(self.parts) or (self._keys is not None and list(value) != self._keys):
-            return False
-        return all(map(is_same, items_in(value), self.parts)) and _identities(value) == self._identities
-
-
-def items_in(value: Any) -> list[Any]:
-    """The items of a tuple or list, the values of a dict; nothing for other values."""
-    if isinstance(value, tuple) or type(value) is list:
-        return list(value)
-    return list(value.values()) if type(value) is dict else []
-
-
-def all_in(value: Any) -> list[Any]:
-    """A value and everything inside it, through tuples, lists and dicts; the value alone if one of these contains itself."""
-    found: list[Any] = []
-
-    def walk(inner: Any, around: tuple[Any, ...]) -> bool:
-        if any(inner is outer for outer in around):
-            return False
-        found.append(inner)
-        return all(walk(part, (*around, inner)) for part in items_in(inner))
-
-    return found if walk(value, ()) else [value]
-
-
-def like(value: Any) -> Any:
-    """The expected value for one that every call replaces: `Like`, `LikeContainer`, INPUT for a varying number, or the value itself."""
-    if type(value) is Varying:
-        return INPUT
-    if is_device_tensor(value):
-        return Like(value)
-    return LikeContainer(value) if any(is_device_tensor(part) or type(part) is Varying for part in all_in(value)) else value
-
-
-def _identities(container: Any) -> list[int]:
-    """Which tensors in a container are the same object: for each tensor, its number among the distinct ones."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(inner), len(first)) for inner in all_in(container) if isinstance(inner, torch.Tensor)]
 
 
 def is_same(new: Any, old: Any) -> bool:
@@ -139,23 +84,15 @@ def items_of(holder: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return list(base.items(holder))
 
 
+def _sequence_class(holder: Any) -> Any:
+    return collections.deque if isinstance(holder, collections.deque) else list
+
+
 def _item_of(base: Any, holder: Any, index: int) -> Any:
     try:
         return base.__getitem__(holder, index)
     except IndexError:
         return ABSENT
-
-
-def _has_changed(new: Any, old: Any) -> bool:
-    return type(old) in (int, float) and type(new) is type(old) and not is_same(new, old)
-
-
-def _numbers(holder: Any, key: Any, look: Callable[[], Any], old: Any, place: Callable[[Any], None]) -> list[NumberPlace]:
-    """The places of numbers in an entry, alone or in tuples, that differ from `old`."""
-    new = look()
-    before = tuple.__new__(type(new), old.parts) if isinstance(old, LikeContainer) and is_tuple(new) else old
-    found = [] if new is old else list(paths_of(new, before, _has_changed))
-    return [NumberPlace(holder, key, path, type(part_of(new, path)), look, place) for path in found]
 
 
 def named(key: Any) -> Any:
@@ -181,6 +118,12 @@ def shown(value: Any) -> str:
     return f"{'a tensor' if isinstance(value, torch.Tensor) else type(value).__name__} at {id(value):#x}"
 
 
+def changed(title: str, old: Any, new: Any) -> str:
+    """The message for a value that is not the expected one."""
+    why = old.difference(new) if isinstance(old, Like) else None
+    return why or f"{title} changed from {shown(old)} to {shown(new)}"
+
+
 class Place:
     """Base class: what a trace read of one holder.
 
@@ -190,6 +133,7 @@ class Place:
     """
 
     __slots__ = ("holder", "title")
+    reads: ClassVar[tuple[str, ...]] = ()  # the attributes that have what was read
 
     def __init__(self, holder: Any, title: str) -> None:
         self.holder = holder
@@ -203,9 +147,56 @@ class Place:
         """The values that were read."""
         return []
 
-    def changed_numbers(self) -> list[NumberPlace]:
-        """The ints and floats that were read and have changed."""
+    def entries_read(self) -> list[tuple[Any, Any]]:
+        """The entries that were read and can be set: (key, expected value) of each."""
         return []
+
+    def get(self, holder: Any, key: Any) -> Any:
+        """The value of an entry of `holder` now, or ABSENT."""
+        return ABSENT
+
+    def put(self, holder: Any, key: Any, value: Any) -> None:
+        """Set an entry of `holder`."""
+        raise NotImplementedError
+
+    def name_of(self, key: Any) -> str:
+        """The name of an entry in messages."""
+        return self.title.format(named(key))
+
+    def entry(self, key: Any) -> Entry:
+        """The entry `key` of this holder."""
+        holder, kind = self.holder, self.blank()
+        return Entry((id(holder), key), key, lambda: holder, partial(kind.get, holder, key), partial(kind.put, holder, key))
+
+    def holder_in(self, owner: Any) -> Any:
+        """What holds these entries in `owner`, an object of the same class as the owner of this holder. ABSENT if it has none."""
+        return ABSENT
+
+    def within(self, holder: Any) -> Place:
+        """The same reads, of another holder of the same kind."""
+        found = copy.copy(self)
+        found.holder = holder
+        return found
+
+    def blank(self) -> Place:
+        """A place of this kind to get and set entries with, which keeps neither this holder alive nor what was read of it."""
+        found = self.within(None)
+        for name in self.reads:
+            delattr(found, name)
+        return found
+
+    def entry_within(self, owner: ObjectPlace, key: Any) -> Entry:
+        """The entry `key` of the object that is now in the place `owner`."""
+        kind = self.blank()
+
+        def holder() -> Any:
+            return kind.holder_in(owner.read())
+
+        def look() -> Any:
+            now = holder()
+            return ABSENT if now is ABSENT else kind.get(now, key)
+
+        return Entry((owner.token, type(kind), key), key, holder, look, lambda value: kind.put(holder(), key, value), owner)
 
     def settle(self, expected: Expected) -> None:
         """Expect `expected(holder, key, value now)` of every entry that was read."""
@@ -226,14 +217,18 @@ class DictPlace(Place):
         present: whether a key was in the dict, by key, where only that was read.
         whole: all keys and all values, if the whole content was read.
         replaced: keys that the trace assigned before it read the whole content, so their old values were not read.
+        owner: the object whose `__dict__` it is; None for another dict.
     """
 
-    __slots__ = ("entries", "present", "put", "replaced", "whole")
+    __slots__ = ("_is_of_attributes", "_put", "entries", "owner", "present", "replaced", "whole")
+    reads = ("entries", "present", "replaced", "whole")
 
-    def __init__(self, holder: dict[Any, Any], title: str, put: Callable[[Any, Any], None] | None = None) -> None:
+    def __init__(self, holder: dict[Any, Any], title: str, put: Callable[[Any, Any], None] | None = None, owner: Any = None) -> None:
         """`put` sets an entry, if the dict itself must not be written to (that of a class)."""
         super().__init__(holder, title)
-        self.put = put
+        self._put = put
+        self.owner = owner
+        self._is_of_attributes = owner is not None
         self.entries: dict[Any, Any] = {}
         self.present: dict[Any, bool] = {}
         self.whole: tuple[list[Any], list[Any]] | None = None
@@ -251,11 +246,27 @@ class DictPlace(Place):
             now = items_of(holder)
             self.whole = [key for key, _ in now], [INPUT if k in self.replaced else expected(holder, k, value) for k, value in now]
 
-    def changed_numbers(self) -> list[NumberPlace]:
-        holder, put = self.holder, self.put or (lambda key, value: dict.__setitem__(self.holder, key, value))
+    def entries_read(self) -> list[tuple[Any, Any]]:
         whole = {} if self.whole is None else dict(zip(*self.whole, strict=True))
-        entries = {**whole, **self.entries}.items()
-        return [n for key, old in entries for n in _numbers(holder, key, partial(dict.get, holder, key, ABSENT), old, partial(put, key))]
+        return [(key, old) for key, old in {**whole, **self.entries}.items() if key not in self.replaced]
+
+    def get(self, holder: Any, key: Any) -> Any:
+        return dict.get(holder, key, ABSENT)
+
+    def put(self, holder: Any, key: Any, value: Any) -> None:
+        if self._put is None:
+            dict.__setitem__(holder, key, value)
+        else:
+            self._put(key, value)
+
+    def holder_in(self, owner: Any) -> Any:
+        found = attributes_of(owner) if self._is_of_attributes else owner
+        return found if isinstance(found, dict) else ABSENT
+
+    def within(self, holder: Any) -> Place:
+        found: Any = super().within(holder)
+        found.owner = None
+        return found
 
     def has_read(self, key: Any) -> bool:
         if key is ABSENT:
@@ -280,7 +291,7 @@ class DictPlace(Place):
         for key, old in self.entries.items():
             new = dict.get(holder, key, ABSENT)
             if new is not old and not is_same(new, old):
-                return f"{self.title.format(named(key))} changed from {shown(old)} to {shown(new)}"
+                return changed(self.name_of(key), old, new)
         for key, was_there in self.present.items():
             if dict.__contains__(holder, key) is not was_there:
                 return f"{self.title.format(named(key))} {'is missing now' if was_there else 'is there now'}"
@@ -291,7 +302,7 @@ class DictPlace(Place):
                 return f"{self.title.partition('{')[0].rstrip('.[')} got or lost entries"
             for key, (_, new), old in zip(keys, now, values, strict=True):
                 if new is not old and not is_same(new, old):
-                    return f"{self.title.format(named(key))} changed from {shown(old)} to {shown(new)}"
+                    return changed(self.name_of(key), old, new)
         return None
 
 
@@ -300,54 +311,73 @@ class ListPlace(Place):
 
     Attributes:
         items: items that were read, by index.
-        whole: all items, if the whole content or the length was read.
+        length: the length, if that was read; None otherwise, and where it is an input.
+        whole: all items, if the whole content was read.
     """
 
-    __slots__ = ("items", "whole")
+    __slots__ = ("items", "length", "whole")
+    reads = ("items", "length", "whole")
 
     def __init__(self, holder: Any, title: str) -> None:
         super().__init__(holder, title)
         self.items: dict[int, Any] = {}
+        self.length: int | None = None
         self.whole: list[Any] | None = None
 
     def values(self) -> list[Any]:
         return [*self.items.values(), *(self.whole or ())]
 
     def settle(self, expected: Expected) -> None:
-        base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
+        base = _sequence_class(self.holder)
         items = {index: expected(self.holder, index, base.__getitem__(self.holder, index)) for index in self.items}
         self.items = {index: value for index, value in items.items() if value is not INPUT}
+        length = None if self.length is None else expected(self.holder, LENGTH, base.__len__(self.holder))
+        self.length = None if length is INPUT else length
         if self.whole is not None:
             self.whole = [expected(self.holder, i, value) for i, value in enumerate(base.__iter__(self.holder))]
 
-    def changed_numbers(self) -> list[NumberPlace]:
-        base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
-        holder, items = self.holder, {**dict(enumerate(self.whole or ())), **self.items}
-        return [
-            number
-            for i, old in items.items()
-            for number in _numbers(holder, i, partial(_item_of, base, holder, i), old, partial(base.__setitem__, holder, i))
-        ]
+    def entries_read(self) -> list[tuple[Any, Any]]:
+        length = {} if self.length is None else {LENGTH: self.length}
+        return list({**length, **dict(enumerate(self.whole or ())), **self.items}.items())
+
+    def get(self, holder: Any, key: Any) -> Any:
+        if key is LENGTH:
+            return _sequence_class(holder).__len__(holder)
+        return _item_of(_sequence_class(holder), holder, key)
+
+    def put(self, holder: Any, key: Any, value: Any) -> None:
+        if key is not LENGTH:  # `len()` gives the number in a trace
+            _sequence_class(holder).__setitem__(holder, key, value)
+
+    def expect(self, key: Any, value: Any) -> None:
+        if key in self.items:
+            self.items[key] = value
+        if self.whole is not None:
+            self.whole[key] = value
+
+    def holder_in(self, owner: Any) -> Any:
+        return owner if isinstance(owner, (list, collections.deque)) else ABSENT
 
     def has_read(self, key: Any) -> bool:
         return self.whole is not None
 
     def difference(self) -> str | None:
-        base: Any = collections.deque if isinstance(self.holder, collections.deque) else list
+        base = _sequence_class(self.holder)
         for index, old in self.items.items():
             try:
                 new = base.__getitem__(self.holder, index)
             except IndexError:
                 new = ABSENT
             if new is not old and not is_same(new, old):
-                return f"{self.title.format(index)} changed from {shown(old)} to {shown(new)}"
+                return changed(self.name_of(index), old, new)
+        length = self.length if self.whole is None else len(self.whole)
+        if length is not None and base.__len__(self.holder) != length:
+            return f"{self.title.partition('[{')[0]} has {base.__len__(self.holder)} items, it had {length}"
         if self.whole is None:
             return None
-        if base.__len__(self.holder) != len(self.whole):
-            return f"{self.title.partition('[{')[0]} has {base.__len__(self.holder)} items, it had {len(self.whole)}"
         for index, (new, old) in enumerate(zip(base.__iter__(self.holder), self.whole, strict=True)):
             if new is not old and not is_same(new, old):
-                return f"{self.title.format(index)} changed from {shown(old)} to {shown(new)}"
+                return changed(self.name_of(index), old, new)
         return None
 
 
@@ -357,25 +387,41 @@ class ContentPlace(Place):
     Attributes:
         read: gives the content now, in a form that `is_same` compares.
         content: the expected content: what the trace saw.
-        put: sets the content, where that is one value.
     """
 
-    __slots__ = ("content", "put", "read")
+    __slots__ = ("_put", "content", "read")
+    reads = ("content",)
 
     def __init__(self, holder: Any, title: str, read: Callable[[], Any], put: Callable[[Any], None] | None = None) -> None:
+        """`put` sets the content, where that is one value."""
         super().__init__(holder, title)
-        self.put = put
+        self._put = put
         self.read = read
         self.content = read()
 
     def values(self) -> list[Any]:
         return [self.content] if not isinstance(self.content, (tuple, frozenset)) else list(self.content)
 
-    def settle(self, expected: Expected) -> None:
-        self.content = expected(self.holder, self.title, self.read())
+    @property
+    def key(self) -> Any:
+        """The key of its one entry."""
+        return self.title
 
-    def changed_numbers(self) -> list[NumberPlace]:
-        return [] if self.put is None else _numbers(self.holder, self.title, self.read, self.content, self.put)
+    def name_of(self, key: Any) -> str:
+        return self.title
+
+    def settle(self, expected: Expected) -> None:
+        self.content = expected(self.holder, self.key, self.read())
+
+    def entries_read(self) -> list[tuple[Any, Any]]:
+        return [] if self._put is None else [(self.key, self.content)]
+
+    def get(self, holder: Any, key: Any) -> Any:
+        return self.read()
+
+    def put(self, holder: Any, key: Any, value: Any) -> None:
+        assert self._put is not None
+        self._put(value)
 
     def has_read(self, key: Any) -> bool:
         return True
@@ -397,11 +443,11 @@ class ContentPlace(Place):
         if is_same(now, self.content):
             return None
         if all(isinstance(v, PLAIN) and not isinstance(v, bytes) for v in (now, self.content)) or not isinstance(now, (tuple, frozenset)):
-            return f"{self.title} changed from {shown(self.content)} to {shown(now)}"
+            return changed(self.title, self.content, now)
         return f"the content of {self.title} changed"
 
 
-class _ValuePlace(ContentPlace):
+class ValuePlace(ContentPlace):
     """A place whose content is one value."""
 
     __slots__ = ()
@@ -410,16 +456,7 @@ class _ValuePlace(ContentPlace):
         return [self.content]
 
 
-class CellPlace(_ValuePlace):
-    """The cell of a closure variable."""
-
-    __slots__ = ()
-
-    def __init__(self, cell: types.CellType, name: str) -> None:
-        super().__init__(cell, name, lambda: content_of(cell), partial(setattr, cell, "cell_contents"))
-
-
-class SlotPlace(_ValuePlace):
+class SlotPlace(ValuePlace):
     """An attribute in a slot (`__slots__`) of an object."""
 
     __slots__ = ("descriptor",)
@@ -428,54 +465,23 @@ class SlotPlace(_ValuePlace):
         super().__init__(instance, title, lambda: slot_value(instance, descriptor), partial(descriptor.__set__, instance))
         self.descriptor = descriptor
 
+    @property
+    def key(self) -> Any:
+        return self.descriptor.__name__
 
-class FunctionPlace(ContentPlace):
-    """The code and the defaults of a function."""
+    def get(self, holder: Any, key: Any) -> Any:
+        return slot_value(holder, self.descriptor)
 
-    __slots__ = ()
+    def put(self, holder: Any, key: Any, value: Any) -> None:
+        self.descriptor.__set__(holder, value)
 
-    def __init__(self, fn: types.FunctionType, title: str) -> None:
-        super().__init__(fn, title, lambda: _definition(fn))
+    def holder_in(self, owner: Any) -> Any:
+        return owner if isinstance(owner, self.descriptor.__objclass__) else ABSENT
 
-
-class AttributePlace(_ValuePlace):
-    """An attribute that is stored in C: a function's name, an array's shape."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, instance: Any, name: str, title: str) -> None:
-        self.get = attrgetter(name)
-        super().__init__(instance, title, lambda: getattr(instance, name, ABSENT))
-
-
-def content_place(value: Any, title: str) -> ContentPlace | None:
-    """The place for the whole content of `value`, if it is mutable and neither a dict nor a list."""
-    if isinstance(value, types.FunctionType):
-        return FunctionPlace(value, title)
-    read = _reader_of(value)
-    return None if read is None else ContentPlace(value, title, read)
-
-
-def _reader_of(value: Any) -> Callable[[], Any] | None:
-    if isinstance(value, (set, frozenset)):
-        return lambda: frozenset(value) if all(isinstance(v, PLAIN) for v in value) else tuple(sorted(map(id, value)))
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return lambda: tuple(value.ravel().tolist())
-    if isinstance(value, np.ndarray):
-        return lambda: (value.shape, value.dtype.str, value.tobytes(), value.flags.writeable)
-    if isinstance(value, (bytearray, memoryview, array.array)):
-        return lambda: bytes(value)
-    if isinstance(value, IN_MEMORY):
-        return lambda: stream_content(value)
-    if isinstance(value, ContextVar):
-        return lambda: value.get(ABSENT)
-    if isinstance(value, CDATA):
-        return lambda: ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
-    if isinstance(value, weakref.ReferenceType):
-        return lambda: value() is None
-    if isinstance(value, threading.local):
-        return threading.get_ident  # each thread has its own attributes
-    return None
+    def within(self, holder: Any) -> Place:
+        found = SlotPlace(holder, self.descriptor, self.title)
+        found.content = self.content
+        return found
 
 
 def content_of(cell: Any) -> Any:
@@ -489,12 +495,6 @@ def content_of(cell: Any) -> Any:
 def slot_value(instance: Any, descriptor: types.MemberDescriptorType) -> Any:
     """The value of a slot; ABSENT if it is unset."""
     try:
-        return descriptor.__get__(instance, type(instance))
+        return ABSENT if instance is None else descriptor.__get__(instance, type(instance))
     except AttributeError:
         return ABSENT
-
-
-def _definition(fn: types.FunctionType) -> tuple[Any, ...]:
-    from spmd.program.reads._swap import code_of
-
-    return (code_of(fn), fn.__defaults__, fn.__kwdefaults__ is None, *(fn.__kwdefaults__ or {}).items())

@@ -6,31 +6,34 @@ import collections
 import gc
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
+from spmd.program.reads._content_places import AttributePlace, content_place
 from spmd.program.reads._host_bytes import host_bytes
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import Question, answer_place
+from spmd.program.reads._parts import WITH_ITEMS, is_data, objects_in
 from spmd.program.reads._places import (
     PLAIN,
-    AttributePlace,
     ContentPlace,
     DictPlace,
     ListPlace,
     Place,
-    content_place,
     items_of,
     shown_key,
 )
+
+if TYPE_CHECKING:
+    from spmd.program.reads._varying import Varying
 
 PROXIES = frozenset(weakref.ProxyTypes)
 VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
@@ -46,6 +49,9 @@ class PlacesRead:
         places: the places, by id of their holder, or by a hash where a holder has several.
         journal: the writes. A place that the trace wrote before it read it is not guarded.
         met: ids of those ignored dicts that the code has read or written.
+        asked: objects whose identity the function depends on, by id.
+        compared: pairs of objects that were compared by identity.
+        lengths: the lengths of lists that are inputs, by id of the list.
     """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
@@ -61,6 +67,9 @@ class PlacesRead:
         self._owners = owners
         self._ignored = ignored
         self.met: set[int] = set()
+        self.asked: dict[int, Any] = {}
+        self.compared: list[tuple[Any, Any]] = []
+        self.lengths: Mapping[int, Varying] = {}
         self._classes: dict[type, list[dict[str, Any]]] = {}
         self._missing: list[tuple[DictPlace, Any]] = []
         self._found_in_class: dict[tuple[type, int, str], tuple[Any]] = {}  # until the trace writes to a class
@@ -148,6 +157,25 @@ class PlacesRead:
             self.read_special_methods(type(cls))
         return self._class_may_change[cls]
 
+    def ask_identity(self, *values: Any) -> None:
+        """Record that the function depends on which objects these are, and all objects in them."""
+        for value in values:
+            if not isinstance(value, PLAIN):
+                self.asked.update((id(part), part) for part in objects_in(value))
+
+    def note_pair(self, left: Any, right: Any) -> None:
+        """Record that two objects are compared by identity."""
+        if is_data(left) and type(left) is type(right):
+            self.compared.append((left, right))
+
+    def note_comparison(self, left: Any, right: Any) -> None:
+        """Before a comparison: record the objects in it that it compares by identity."""
+        for value, other in ((left, right), (right, left)):
+            if type(value).__eq__ is object.__eq__:
+                self.note_pair(value, other)
+            elif isinstance(value, WITH_ITEMS):  # equal items may be found by identity
+                self.asked.update((id(part), part) for part in objects_in(value) if part is not value)
+
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Names of the attributes of these tensors that were read or written. Drops the places of these reads, so they are not guarded."""
         found: set[str] = set()
@@ -165,7 +193,8 @@ class PlacesRead:
             if owner is not None:
                 title = f"{self._title(owner)}.{{}}"
             put = partial(type.__setattr__, owner) if isinstance(owner, type) else None
-            place = self.places[id(holder)] = DictPlace(holder, title, put)
+            is_of_attributes = owner is not None and attributes_of(owner) is holder
+            place = self.places[id(holder)] = DictPlace(holder, title, put, owner if is_of_attributes else None)
         return place
 
     def _whole_dict(self, holder: dict[Any, Any]) -> None:
@@ -195,19 +224,40 @@ class PlacesRead:
             for index, value in enumerate(place.whole):
                 self._note_value(value, f"{self._title(holder)}[{index}]")
 
+    def read_length(self, holder: Any) -> Any:
+        """Record that the length of a list or deque is read, and not its content. Returns the length."""
+        self.read_special_methods(type(holder))
+        if self._is_ignored(holder):
+            return len(holder)
+        place, now = self._list(holder), len(holder)
+        before = len(self._content_before(holder, lambda: holder))
+        number: Any = self.lengths.get(id(holder))
+        if place.whole is None:
+            place.length = before
+            if number is not None:
+                return number + (now - before) if now != before else number
+        return now
+
     def _item(self, holder: Any, index: int) -> None:
+        content = holder
         if self.journal.is_written(holder):
-            self._whole_list(holder)
-            return
+            content = self._content_before(holder, lambda: holder)
+            num_added = len(holder) - len(content)
+            if index >= 0 or num_added < 0 or any(a is not b for a, b in zip(content, holder, strict=False)):
+                self._whole_list(holder)
+                return
+            index += num_added
+            if index >= 0:  # one that the trace has added
+                return
         place = self._list(holder)
         if place.whole is not None:
             return
         if any((index < 0) != (other < 0) for other in place.items):  # items[-1] may be items[0]: that depends on the length
             self._whole_list(holder)
-        elif index not in place.items and -len(holder) <= index < len(holder):
-            value = place.items[index] = holder[index]
+        elif index not in place.items and -len(content) <= index < len(content):
+            value = place.items[index] = content[index]
             self._note_value(value, f"{self._title(holder)}[{index}]")
-        elif not -len(holder) <= index < len(holder):
+        elif not -len(content) <= index < len(content):
             self._whole_list(holder)
 
     def _content_before(self, holder: Any, now: Any) -> Any:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import _calls
+from spmd.program.reads import _parts
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import setting_of
+from spmd.program.reads._parts import is_sized
 from spmd.program.reads._places import CDATA, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple, resolved
 from spmd.program.reads._process_settings import SETTINGS, Setting
@@ -42,8 +43,16 @@ class PlacesWritten(PlacesRead):
         """Record the whole content of a container, but not the content of its items."""
         raise NotImplementedError
 
+    def test(self, value: Any) -> None:
+        """Before the truth of a value is tested. That of a list depends on its length."""
+        if is_sized(value):
+            bool(self.read_length(value))
+        else:
+            self.read_content(value)
+
     def read_key(self, key: Any) -> None:
         """Record what a lookup reads of its key: the content of an array or a list, the `__hash__` and `__eq__` of an object."""
+        self.ask_identity(key)
         if type(key) not in QUIET:
             self.read_content(key)
         elif type(key) is tuple:
@@ -157,7 +166,7 @@ class PlacesWritten(PlacesRead):
             holder = self.owned(holder, holder.data)  # type: ignore[arg-type]
         if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
             return
-        for each in (holder, *_calls.memory_owners(holder)):
+        for each in (holder, *_parts.memory_owners(holder)):
             self.read_content(each)
             self.journal.content(each, self._title(each))
 

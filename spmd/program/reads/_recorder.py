@@ -11,17 +11,17 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import _calls, _hooks, _swap
+from spmd.program.reads import _calls, _hooks, _parts, _swap
 from spmd.program.reads._choices import Choice, choose
+from spmd.program.reads._content_places import CellPlace
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hidden_state import IN_MEMORY, is_output
 from spmd.program.reads._hooks import QUIET
@@ -31,15 +31,15 @@ from spmd.program.reads._membership import membership_key
 from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import mapped_operand, matched_value, numpy_operand
-from spmd.program.reads._number_place import ABSENT, INPUT
+from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._opened_files import watch
 from spmd.program.reads._outside import Question, setting_of
-from spmd.program.reads._places import CDATA, CellPlace, ContentPlace, Expected, Place, SlotPlace, items_in, like, shown_key
+from spmd.program.reads._places import CDATA, ContentPlace, Expected, Place, SlotPlace, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved, written_tensor
 from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
 from spmd.program.reads._process_settings import SETTINGS, question_of_class, questions_of_text
 from spmd.program.reads._random_generators import is_generator, state_of
-from spmd.program.reads._replaced import ReplacedState, replaced
+from spmd.program.reads._replaced import Replacements
 from spmd.program.reads._varying import Varying, fixed, float_operand, is_noted, plain_key
 from spmd.program.reads._varying_index import may_vary, read_at
 
@@ -76,8 +76,8 @@ class Recording(PlacesWritten):
         self.has_own_context = self.is_busy = False
         self.seen: dict[Any, Any] = {}
         self._passed: dict[int, Any] = {}
-        self._accepted: list[tuple[Effect, Any]] = []
-        self._replaced_ids: set[int] = set()  # containers that every call replaces, so the next call does not see them
+        self._copied: dict[int, Any] = {}
+        self._replacements: Replacements | None = None
         self._made_ids: frozenset[int] = frozenset()
         self._existing_ids: set[int] = set()
         self._arguments: list[Any] = []
@@ -146,6 +146,8 @@ class Recording(PlacesWritten):
     def _instance_attribute(self, instance: Any, cls: type, name: str) -> None:
         self.read_class_of(instance)
         found = self._class_attribute(cls.__mro__, name)
+        if not _parts.is_recorded_descriptor(found):
+            self.ask_identity(instance)
         self.read_class_of(found)
         if isinstance(found, functools.singledispatchmethod):
             read_registry(self, found.dispatcher)
@@ -209,10 +211,16 @@ class Recording(PlacesWritten):
 
     def contains(self, item: Any, holder: Any) -> Any:
         """Before `item in holder`. Returns the item to use instead."""
+        self.ask_identity(item, *([holder] if type(item) not in QUIET else ()))
         return membership_key(self, item, resolved(holder))
 
+    def compare(self, left: Any, right: Any) -> Any:
+        """Before a comparison. Returns the left operand to use instead."""
+        self.note_comparison(left, right)
+        return self.operate(left, right)
+
     def operate(self, left: Any, right: Any) -> Any:
-        """Before an operator or a comparison. Returns the left operand to use instead."""
+        """Before an operator. Returns the left operand to use instead."""
         left = self._operands(left, right)
         return mapped_operand(left, right)
 
@@ -226,6 +234,7 @@ class Recording(PlacesWritten):
 
     def read_text(self, value: Any) -> None:
         """Before a value is converted to text."""
+        self.ask_identity(value)  # a default `__repr__` shows the address
         self.read_content(value)
         self.ask_all(questions_of_text(value))
 
@@ -239,7 +248,7 @@ class Recording(PlacesWritten):
         if isinstance(left, list):
             self.read_content(right)
             for item in right if isinstance(right, (list, tuple)) else ():
-                self.journal.append(left, item, partial(list.append, left), self._title(left))
+                self.journal.append(left, item, list.append, self._title(left))
             if not isinstance(right, (list, tuple)):
                 self.mutate(left)
             return left
@@ -256,7 +265,7 @@ class Recording(PlacesWritten):
 
     def advance(self, iterator: Any, how: str) -> None:
         """Before an iterator is advanced. Unless its `__next__` is Python code, no call can repeat that for one from before the trace."""
-        if is_python(iterator):
+        if _parts.is_python(iterator):
             self.read_content(iterator)
         elif isinstance(iterator, IN_MEMORY):
             self.mutate(iterator)
@@ -292,23 +301,25 @@ class Recording(PlacesWritten):
         elif not isinstance(value, _CODE):
             self.read_class_of(value)
             if not self._content(value) and not is_recorded(cls.__module__):
-                for part in _calls.parts_of(value, self):  # a container of a library's class
+                for part in _parts.parts_of(value, self):  # a container of a library's class
                     self.read_deep(part)
 
-    def read_deep(self, value: Any, depth: int = 0) -> None:
+    def read_deep(self, value: Any, depth: int = 0, asks_identity: bool = True) -> None:
         """Record all mutable objects that are reachable from a value as read, and containers as possibly written.
 
-        For values that are passed to code that is not recorded.
+        For values that are passed to code that is not recorded. `asks_identity`: it may depend on which objects these are.
         """
         value = resolved(value)
         if type(value) in QUIET and type(value) is not tuple:
             return
-        if id(value) in self._passed or depth > _MAX_DEPTH:
+        done = self._passed if asks_identity else self._copied
+        if id(value) in self._passed or id(value) in done or depth > _MAX_DEPTH:
             return
-        if isinstance(value, collections.abc.Iterator) and not is_python(value):
+        if isinstance(value, collections.abc.Iterator) and not _parts.is_python(value):
             self.advance(value, "passed to a library")
             return
-        self._passed[id(value)] = value
+        done[id(value)] = value
+        self.ask_identity(*([value] if asks_identity else []))
         if is_generator(value):
             self.generators.setdefault(id(value), (value, state_of(value)))
             return
@@ -316,8 +327,8 @@ class Recording(PlacesWritten):
             self.read_content(value)
             if isinstance(value, _calls.CONTAINERS) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
                 self.journal.content(value, self._title(value))
-        for part in (*_calls.parts_of(value, self), *_calls.memory_owners(value)):
-            self.read_deep(part, depth + 1)
+        for part in (*_parts.parts_of(value, self), *_parts.memory_owners(value)):
+            self.read_deep(part, depth + 1, asks_identity)
 
     def call(self, fn: Any, *args: Any) -> Any:
         """Before `fn(*args)`. Returns the callable to use instead."""
@@ -361,7 +372,7 @@ class Recording(PlacesWritten):
         self._existing_ids = set(map(id, self._arguments))
         for place in self.places.values():  # in the order of the reads: the values in an older object are older than the trace too
             if self.is_before(place.holder):
-                self._existing_ids.update(map(id, _with_tuple_items(place.values())))
+                self._existing_ids.update(map(id, _parts.with_tuple_items(place.values())))
 
     def _refuse_advanced(self) -> None:
         for iterator, how in self.advanced.values():
@@ -398,7 +409,8 @@ class Recording(PlacesWritten):
         Raises:
             TraceError: the call did something that later calls cannot repeat.
         """
-        self._arguments = [*_calls.nested((args, kwargs)), decimal.getcontext()]  # which the garbage collector may not track
+        bound = fn.__self__ if type(fn) is types.MethodType else fn
+        self._arguments = [*_parts.nested((args, kwargs)), bound, decimal.getcontext()]  # which the collector may not track
         before = _hooks.start(self)
         try:
             result = self.call(fn, *args)(*args, **kwargs)
@@ -417,7 +429,7 @@ class Recording(PlacesWritten):
 
     def read_places(self) -> list[Place]:
         """The places that the trace read in objects that existed before it."""
-        return [place for place in self.places.values() if id(place.holder) not in self._replaced_ids and self.is_before(place.holder)]
+        return [place for place in self.places.values() if self.is_before(place.holder)]
 
     def settled(self, expected: Expected) -> list[Place]:
         """The places that were read, set to expect what they hold now, when the writes are undone.
@@ -425,28 +437,29 @@ class Recording(PlacesWritten):
         Args:
             expected: gives the value to expect of an entry, with INPUT for numbers that are inputs of the program.
         """
-        places = self.read_places()
+        replaced, self._replacements = self._replacements, None  # which refer to this recording
+        places = self.read_places() if replaced is None else replaced.places
         for place in places:
             place.settle(lambda holder, key, value: INPUT if (id(holder), key) in self._ignored else expected(holder, key, value))
-        for effect, value in self._accepted:
-            if effect.holder is not ABSENT and (place := self.place_of(effect.holder, effect.key)) is not None:
-                place.expect(effect.key, value)
-        return places
+        return places if replaced is None else replaced.expect()
 
-    def accept(self, effect: Effect, value: Any) -> None:
-        """Let the guards accept `value` in the place that `effect` writes."""
-        self._accepted.append((effect, value))
+    def held(self, effects: list[Effect], is_fixed: Callable[[Any], bool], known: Iterable[ObjectPlace]) -> Replacements:
+        """Tensors and objects in places where every call may find another. See Note [Replaced objects].
 
-    def held(self, effects: list[Effect], is_fixed: Callable[[Any], bool]) -> list[ReplacedState]:
-        """Tensors and containers that the function reads in a place and then replaces, if its program can take the next ones as inputs."""
-        found: list[ReplacedState] = []
-        places = self.read_places()
-        for effect in effects:
-            here = replaced(effect, effects, places, is_fixed)
-            if here:
-                self.accept(effect, like(effect.before))
-                self._replaced_ids.update(id(h.value) for h in here if items_in(h.value))
-            found.extend(here)
+        Args:
+            effects: the writes.
+            is_fixed: whether a value has another role in the program too: it is an argument, or a result refers to it.
+            known: places where calls are known to find another object.
+        """
+        arguments = set(map(id, self._arguments))
+        found = Replacements(
+            self.read_places(),
+            effects,
+            lambda holder: self._owners.get(id(holder), holder),
+            lambda value: id(value) in arguments or id(value) in self.asked or is_fixed(value),
+            [pair for pair in self.compared if all(map(self.is_before, pair))],
+        )
+        self._replacements = found.find(self.place_of, known)
         return found
 
     def effects(self) -> list[Effect]:
@@ -457,19 +470,6 @@ class Recording(PlacesWritten):
             return place is not None and place.has_read(key)
 
         return self.journal.effects(self.is_before, is_read)
-
-
-def _with_tuple_items(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        yield value
-        if isinstance(value, tuple):
-            yield from _with_tuple_items(value)
-
-
-def is_python(iterator: Any) -> bool:
-    """Whether an iterator's `__next__` is instrumented Python code, so that its reads and writes are recorded."""
-    cls: Any = type(iterator)
-    return is_recorded(cls.__module__) and type(getattr(cls, "__next__", None)) is types.FunctionType
 
 
 @contextmanager
@@ -496,4 +496,4 @@ def recorded(
             cache.forget()
 
 
-__all__ = ["Recording", "is_python", "recorded"]
+__all__ = ["Recording", "recorded"]

@@ -1,27 +1,51 @@
-"""Tensors, alone or in containers, that the function reads in a place and replaces in every call: hidden state, caches, running values.
+"""Objects and tensors that the function reads in a place and that are others in every call: hidden state, caches, counters.
 
-They are inputs of the program. The next call finds other tensors in that place, and the guard accepts them if they are of the same kind
-(`_places.like`).
+Note [Replaced objects]
+    A place that a trace read is guarded by the identity of the object in it. But a step may leave a new object there in every call:
+
+        self.state = replace(self.state, n=self.state.n + 1)        # a dataclass, a named tuple, a plain object
+        self.recent = (self.recent + [value])[-3:]                  # a list, a dict, a tuple
+
+    Such a place is guarded by the class of its object, and by what the trace read of it (`LikeObject`): its attributes and items are
+    compared in the object that is there now. A number among them that changes is an input of the program, named by the way that leads
+    to it (`Entry.within`). A tensor among them is state of the program, read anew in every call (`Like`, `ReplacedState`).
+
+    A place is known to hold other objects in two ways (`changes`): the trace itself leaves another object of the same class there, or
+    the guards of an earlier trace failed because there was one. All the rest stays guarded by identity, as do the places of an object
+    for which one of these holds, since the program would then depend on which object it is:
+
+    - Its identity was asked: `is`, `id()`, `hash()`, an `==` that compares identities, a key, an argument of a library's function.
+    - It was also found in a place that is guarded by identity, or inside an object of C code.
+    - Its class is not plain (`is_data`): a module, an optimizer, a set, a class with methods or attributes that are not recorded.
+
+    A write to such an object is repeated on the object that a call finds (`Effect.held`). Which of these places hold the same object is
+    guarded too (`Replacements.guard`). So reads and writes of one object through two names stay right, and a call never finds an object
+    here that the function writes to elsewhere. Results refer to the object that a call finds.
 """
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.program.find._static import attributes_of
+from spmd.program.reads._classes import ClassPlace
 from spmd.program.reads._journal import Effect
-from spmd.program.reads._number_place import is_tuple
-from spmd.program.reads._places import Place, all_in, is_same, items_in
-from spmd.program.reads._varying import Varying
+from spmd.program.reads._number_place import ABSENT, Entry, NumberPlace, ObjectPlace, PartPlace, Path, is_tuple, with_part
+from spmd.program.reads._parts import inside_c, is_data
+from spmd.program.reads._places import PLAIN, DictPlace, Like, Place, is_same
 from spmd.program.reuse._columns import Guards
+
+PlacesOf = Callable[[Any], Sequence[Place]]
 
 
 class ReplacedState(NamedTuple):
-    """A tensor or container that the trace found in a place and replaced.
+    """An object or tensor that the trace found in a place where every call may find another.
 
     Attributes:
         value: the value that the trace found.
@@ -32,35 +56,327 @@ class ReplacedState(NamedTuple):
     read: Callable[[], Any]
 
 
-def replaced(effect: Effect, effects: Sequence[Effect], places: Iterable[Place], is_fixed: Callable[[Any], bool]) -> list[ReplacedState]:
-    """The value that the place of `effect` held, and everything inside it from the outside in, if the program can take it as inputs.
+class LikeObject(Like):
+    """Expected value for an object that is another one in every call: an object of the same class, with what the trace read of it.
 
-    Args:
-        effect: the write that replaces the value.
-        effects: all writes of the trace.
-        places: all reads of the trace.
-        is_fixed: whether a tensor has another role too: it is an argument, or a result refers to it.
-
-    Returns:
-        The values; empty if the program cannot take them.
+    Attributes:
+        cls: its class.
+        places: what was read of it.
     """
-    found, now = all_in(effect.before), effect.read()
-    tensors = [value for value in found if is_device_tensor(value)]
-    if (
-        not effect.was_read
-        or not _stands_for(effect.before, now)
-        or not tensors
-        or not _is_alike(effect.before, effect.value)
-        or any(map(is_fixed, tensors))
-    ):
-        return []
-    own = {id(value) for value in found if items_in(value)}
-    if any(id(other.holder) in own for other in effects):
-        return []
-    holders = Counter(i for place in places if id(place.holder) not in own for i in _ids_in(place, effect.before))
-    if holders[id(effect.before)] != 1 or any(holders[id(value)] for value in found[1:] if id(value) in own or is_device_tensor(value)):
-        return []
-    return list(_with_readers(now, effect.read))
+
+    def __init__(self, value: Any, places: Sequence[Place], title: str) -> None:
+        """`title` names it in messages."""
+        self._title = title
+        self.cls = type(value)
+        self.places = [place.within(None) for place in places]
+        self._size = value.maxlen if isinstance(value, collections.deque) else None
+
+    @property
+    def text(self) -> str:
+        return f"a {self.cls.__name__} like the first"
+
+    def fits(self, value: Any) -> bool:
+        return self.difference(value) is None
+
+    def difference(self, value: Any) -> str | None:
+        """A message that says what differs in `value`; None if nothing does."""
+        if type(value) is not self.cls or (isinstance(value, collections.deque) and value.maxlen != self._size):
+            return f"{self._title} is a {type(value).__name__} now, it was a {self.cls.__name__}"
+        for place in self.places:
+            holder = place.holder_in(value)
+            why = f"{self._title} has no attributes" if holder is ABSENT else place.within(holder).difference()
+            if why is not None:
+                return why
+        return None
+
+
+def holds_replaced(value: Any) -> bool:
+    """Whether an expected value is a `LikeObject`, or a tuple with one."""
+    return isinstance(value, LikeObject) or (is_tuple(value) and any(map(holds_replaced, value)))
+
+
+def changes(places: Iterable[Place]) -> Iterator[PartPlace]:
+    """The places of numbers that have changed, and of objects and tensors that are others of the same kind now."""
+    by_owner: dict[int, list[Place]] = {}
+    for place in (places := list(places)):
+        by_owner.setdefault(id(_owner_of(place)), []).append(place)
+    for place in places:
+        for key, old in place.entries_read():
+            yield from _changes(place.entry(key), (), old, place.get(place.holder, key), lambda value: by_owner.get(id(value), []))
+
+
+def _changes(entry: Entry, path: Path, old: Any, new: Any, places_of: PlacesOf) -> Iterator[PartPlace]:
+    if new is old:
+        return
+    if is_tuple(new) and is_tuple(old):
+        if type(new) is type(old) and len(new) == len(old):
+            for index, (before, now) in enumerate(zip(old, new, strict=True)):
+                yield from _changes(entry, (*path, index), before, now, places_of)
+    elif type(old) in (int, float):
+        if type(new) is type(old) and not is_same(new, old):
+            yield NumberPlace(entry, path, type(new))
+    elif isinstance(old, LikeObject):
+        if type(new) is old.cls:
+            yield from _changes_inside(ObjectPlace(entry, path, old.cls), new, old.places, places_of)
+    elif isinstance(old, torch.Tensor):
+        if is_device_tensor(old) and is_device_tensor(new) and not old.requires_grad and Like(old).fits(new):
+            yield ObjectPlace(entry, path, type(new))
+    elif type(new) is type(old) and is_data(old):
+        place = ObjectPlace(entry, path, type(new))
+        yield place
+        yield from _changes_inside(place, new, places_of(old), places_of)
+
+
+def _changes_inside(owner: ObjectPlace, new: Any, places: Sequence[Place], places_of: PlacesOf) -> Iterator[PartPlace]:
+    for place in places:
+        holder = place.holder_in(new)
+        if holder is not ABSENT:
+            for key, old in place.entries_read():
+                yield from _changes(place.entry_within(owner, key), (), old, place.get(holder, key), places_of)
+
+
+def _owner_of(place: Place) -> Any:
+    """The object whose content a place is: for a `__dict__`, the object that has it."""
+    return place.owner if isinstance(place, DictPlace) and place.owner is not None else place.holder
+
+
+def _is_key(key: Any, other: Any) -> bool:
+    return key is other or (isinstance(key, PLAIN) and type(key) is type(other) and key == other)
+
+
+def _left_by(effect: Effect, key: Any) -> Any:
+    """What `effect` leaves in the entry `key` of its holder; ABSENT if it writes another one."""
+    if not effect.is_content:
+        return effect.value if effect.key is ABSENT or _is_key(effect.key, key) else ABSENT
+    if isinstance(effect.value, dict):
+        return effect.value.get(key, ABSENT)
+    is_item = isinstance(effect.value, list) and type(key) is int and -len(effect.value) <= key < len(effect.value)
+    return effect.value[key] if is_item else ABSENT
+
+
+def _replaced_by(value: Any, entry: Entry, old: Any, places_of: PlacesOf) -> Iterator[ObjectPlace]:
+    """The places in an entry where `value`, which the trace leaves there, has another object or tensor than `old`, which it found."""
+
+    def walk(entry: Entry, path: Path, old: Any, new: Any) -> Iterator[ObjectPlace]:
+        if new is old or isinstance(old, PLAIN):
+            return
+        if is_tuple(old):
+            if type(new) is type(old) and len(new) == len(old):
+                for index, (before, now) in enumerate(zip(old, new, strict=True)):
+                    yield from walk(entry, (*path, index), before, now)
+        elif is_device_tensor(old):
+            if is_device_tensor(new):
+                yield ObjectPlace(entry, path, type(old))
+        elif type(new) is type(old) and is_data(old):
+            place = ObjectPlace(entry, path, type(old))
+            yield place
+            for inner in places_of(old):
+                holder = inner.holder_in(new)
+                for key, before in inner.entries_read() if holder is not ABSENT else ():
+                    yield from walk(inner.entry_within(place, key), (), before, inner.get(holder, key))
+
+    return walk(entry, (), old, value)
+
+
+def _depth(part: ObjectPlace) -> int:
+    return 0 if part.entry.within is None else 1 + _depth(part.entry.within)
+
+
+@dataclass
+class Replacements:
+    """Finds the places of one trace that may hold another object in every call. See Note [Replaced objects].
+
+    Attributes:
+        places: the places that the trace read.
+        effects: the writes of the trace. Those to an object that is another one in every call are set to write to that one (`Effect.held`).
+        owner_of: gives the object that has a dict as its attributes, or the holder itself.
+        is_fixed: whether the program depends on the identity of a value, in another way than through its places.
+        compared: pairs of objects that the trace compared by identity.
+        held: the values in these places, each with its place, the outer before the inner. Set by `find`.
+    """
+
+    places: list[Place]
+    effects: list[Effect]
+    owner_of: Callable[[Any], Any]
+    is_fixed: Callable[[Any], bool]
+    compared: Sequence[tuple[Any, Any]] = ()
+    held: list[ReplacedState] = field(default_factory=list[ReplacedState])
+
+    def __post_init__(self) -> None:
+        self._by_owner: dict[int, list[Place]] = {}
+        self._by_holder: dict[int, list[Place]] = {}
+        for place in self.places:
+            self._by_owner.setdefault(id(_owner_of(place)), []).append(place)
+            self._by_holder.setdefault(id(place.holder), []).append(place)
+        self.effects = [effect for effect in self.effects if not isinstance(effect.holder, tuple)]
+        self._written: dict[int, list[Effect]] = {}
+        for effect in self.effects:
+            for written in {id(effect.holder), id(self.owner_of(effect.holder))}:
+                self._written.setdefault(written, []).append(effect)
+        self._found: dict[Any, ObjectPlace] = {}
+
+    def places_of(self, value: Any) -> list[Place]:
+        """What the trace read of an object."""
+        return self._by_owner.get(id(value), [])
+
+    def find(self, place_of: Callable[[Any, Any], Place | None], known: Iterable[ObjectPlace]) -> Replacements:
+        """Find the places: those that the trace replaces, and those that are `known` to be replaced from call to call."""
+        replaced = [(e, place_of(e.holder, e.key)) for e in self.effects if e.was_read]
+        read = set(map(id, self.places))
+        left = [(e, place) for e, place in replaced if place is not None and id(place) in read]
+        known, fixed, before = list(known), set[int](), -1
+        while before != len(fixed):
+            before = len(fixed)
+            self._found = self._candidates(left, known, fixed)
+            fixed.update(self._drop_fixed())
+        seen: set[int] = set()
+        for part in self._found.values():
+            for value, look in (*part.tuples(), (part.read(), part.read)):
+                if id(value) not in seen or not isinstance(value, tuple):
+                    self.held.append(ReplacedState(value, look))
+                seen.add(id(value))
+        for number, (value, _) in enumerate(self.held):
+            for effect in self._written.get(id(value), ()):
+                effect.held = number, _itself if effect.holder is value else attributes_of
+        return self
+
+    def _candidates(self, left: Sequence[tuple[Effect, Place]], known: Sequence[ObjectPlace], fixed: set[int]) -> dict[Any, ObjectPlace]:
+        """The places that the writes `left` replace, and those in `known`, without objects whose ids are in `fixed`; the outer first."""
+        found = {part.token: part for part in known if id(part.read()) not in fixed}
+        num = -1
+        while num != len(found):  # an object inside another is named by the place of the outer one, which may be found after it
+            num = len(found)
+            owners = {id(part.read()): part for part in found.values()}
+            for effect, place in left:
+                owner = owners.get(id(_owner_of(place)))
+                for key, old in place.entries_read():
+                    entry = place.entry(key) if owner is None else place.entry_within(owner, key)
+                    for part in _replaced_by(_left_by(effect, key), entry, old, self.places_of):
+                        if id(part.read()) not in fixed:
+                            found.setdefault(part.token, part)
+        owners = {id(part.read()) for part in found.values()}
+        inner = [part for part in found.values() if part.entry.within is not None or id(self.owner_of(part.entry.holder())) not in owners]
+        return {part.token: part for part in sorted(inner, key=_depth)}
+
+    def _drop_fixed(self) -> set[int]:
+        """Drop the places whose object the program depends on, until the others hold only objects that are found in them alone.
+
+        Returns:
+            The ids of the objects that were in the dropped places.
+        """
+        found, all_ = self._occurrences(), list(self._found.values())
+        is_stable = False
+        while not is_stable:
+            positions = {token: self._position(part) for token, part in self._found.items()}
+            own = set(positions.values())
+            kept = {
+                token: part
+                for token, part in self._found.items()
+                if positions[token] is not None
+                and (part.entry.within is None or part.entry.within.token in self._found)
+                and self._may_be_another(part.read())
+                and not self._is_compared(part.read())
+                and found[id(part.read())] <= own
+            }
+            is_stable, self._found = len(kept) == len(self._found), kept
+        return {id(part.read()) for part in all_ if part.token not in self._found}
+
+    def _may_be_another(self, value: Any) -> bool:
+        if is_device_tensor(value):
+            return not self.is_fixed(value) and not self.places_of(value)
+        if not is_data(value) or self.is_fixed(value):
+            return False
+        attributes = attributes_of(value)
+        if any(e.put_in is None or (e.holder is not value and e.holder is not attributes) for e in self._written.get(id(value), ())):
+            return False
+        return all(type(place) is ClassPlace or place.holder_in(value) is place.holder for place in self.places_of(value))
+
+    def _is_compared(self, value: Any) -> bool:
+        """Whether the object was compared with one that is not in one of the places. `guard` answers for two that are."""
+        own = {id(part.read()) for part in self._found.values()}
+        return any(value is a and id(b) not in own for pair in self.compared for a, b in (pair, pair[::-1]))
+
+    def _position(self, part: ObjectPlace) -> tuple[int, Any, Path] | None:
+        """The place that the trace read and the entry and path in it; None if it did not read this one."""
+        place = self._place(part)
+        return None if place is None else (id(place), part.entry.key, part.path)
+
+    def _place(self, part: ObjectPlace) -> Place | None:
+        key = part.entry.key
+        here = self._by_holder.get(id(part.entry.holder()), [])
+        return next((place for place in here if any(_is_key(key, other) for other, _ in place.entries_read())), None)
+
+    def _occurrences(self) -> dict[int, set[Any]]:
+        """By id of each value that was read, where it was found: (id of the place, key, path); None for other ways than entries."""
+        found: dict[int, set[Any]] = collections.defaultdict(set)
+
+        def walk(value: Any, at: Any, path: Path) -> None:
+            if isinstance(value, PLAIN):
+                return
+            found[id(value)].add(None if at is None else (*at, path))
+            if is_tuple(value):
+                for index, part in enumerate(value):
+                    walk(part, at, (*path, index))
+            else:
+                for part in inside_c(value):
+                    found[id(part)].add(None)
+
+        for place in self.places:
+            entries = place.entries_read()
+            for key, _ in entries:
+                walk(place.get(place.holder, key), (id(place), key), ())
+            if not entries and type(place) is not ClassPlace:
+                for value in (*place.values(), *inside_c(place.holder)):
+                    walk(value, None, ())
+        return found
+
+    def expect(self) -> list[Place]:
+        """After the places are settled: expect objects like those that were found. Returns the places that are still guarded themselves."""
+        inside: set[int] = set()
+        for part in reversed(self._found.values()):  # the inner before the outer, which has the reads of the inner
+            value, place = part.read(), self._place(part)
+            if place is None:  # only numbers were read of it, all inputs
+                continue
+            if is_device_tensor(value):
+                like = Like(value)
+            else:
+                its = self.places_of(value)
+                inside.update(map(id, its))
+                like = LikeObject(value, [each for each in its if type(each) is not ClassPlace], place.name_of(part.entry.key))
+            expected = next(old for key, old in place.entries_read() if _is_key(key, part.entry.key))
+            place.expect(part.entry.key, with_part(expected, part.path, like))
+        return [place for place in self.places if id(place) not in inside]
+
+    def guard(self, guards: Guards) -> None:
+        """Guard which of these places hold the same object, because a write through one is visible in the others.
+
+        No object that is written to may be found in a place that held another one, nor may one that is read elsewhere be written to here.
+        """
+        own = {id(value) for value, _ in self.held}
+        written = self._written.keys() - own
+        read = (self._by_owner.keys() | self._written.keys()) - own  # the guards and effects keep these objects alive
+        places = [(look, read if id(value) in self._written else written) for value, look in self.held if not isinstance(value, tuple)]
+
+        def identities() -> list[int]:
+            first: dict[int, int] = {}
+            found: list[int] = []
+            for look, others in places:
+                value = look()
+                is_other = id(value) in others
+                found.append(-1 if is_other else first.setdefault(id(buffer_of(value) if is_device_tensor(value) else value), len(first)))
+            return found
+
+        expected = identities()
+
+        def check() -> str | None:
+            return None if identities() == expected else "names that held different objects hold the same one now, or the other way round"
+
+        if len(places) > 1 or any(others for _, others in places):
+            guards.add(check)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def touched_by(held: Sequence[ReplacedState], buffers: Sequence[Buffer]) -> list[tuple[int, int]]:
@@ -70,65 +386,4 @@ def touched_by(held: Sequence[ReplacedState], buffers: Sequence[Buffer]) -> list
     ]
 
 
-def guard_who(guards: Guards, held: Sequence[ReplacedState]) -> None:
-    """Guard which of these places hold the same tensor, because a write through one is visible in the others."""
-    places = [h.read for h in held if is_device_tensor(h.value)]
-
-    def identities() -> list[int]:
-        first: dict[int, int] = {}
-        return [first.setdefault(id(buffer_of(read())), len(first)) for read in places]
-
-    expected = identities()
-
-    def check() -> str | None:
-        return None if identities() == expected else "names that held different tensors hold the same tensor now, or the other way round"
-
-    if len(places) > 1:
-        guards.add(check)
-
-
-def _stands_for(before: Any, now: Any) -> bool:
-    """Whether `before`, seen by the trace, represents `now`: the same object, or tuples of it, with varying numbers for plain ones."""
-    if before is now or type(before) is Varying:
-        return True
-    return is_tuple(before) and type(before) is type(now) and all(map(_stands_for, before, now))
-
-
-def _is_alike(before: Any, value: Any) -> bool:
-    """Whether `value` has the structure of `before`: tensors where it has tensors, numbers where it has varying numbers."""
-    if type(before) is Varying:
-        return type(value) is Varying or type(value) in (int, float)
-    if is_device_tensor(before):
-        return is_device_tensor(value)
-    parts, others = items_in(before), items_in(value)
-    if not parts:
-        return is_same(value, before)
-    if type(value) is not type(before) or len(parts) != len(others) or (isinstance(before, dict) and list(before) != list(value)):
-        return False
-    return all(map(_is_alike, parts, others))
-
-
-def _ids_in(place: Place, root: Any) -> set[int]:
-    """Ids of the values in a place, through tuples, except those inside `root`."""
-    found: set[int] = set()
-    waiting = list(place.values())
-    while waiting:
-        value = waiting.pop()
-        found.add(id(value))
-        if isinstance(value, tuple) and value is not root:
-            waiting.extend(value)
-    return found
-
-
-def _with_readers(value: Any, read: Callable[[], Any]) -> Iterable[ReplacedState]:
-    yield ReplacedState(value, read)
-    keys = value if isinstance(value, dict) else range(len(items_in(value)))
-    for key, part in zip(keys, items_in(value), strict=True):
-        yield from _with_readers(part, partial(_item, read, key))
-
-
-def _item(read: Callable[[], Any], key: Any) -> Any:
-    return operator.getitem(read(), key)
-
-
-__all__ = ["ReplacedState", "guard_who", "replaced", "touched_by"]
+__all__ = ["LikeObject", "ReplacedState", "Replacements", "changes", "holds_replaced", "touched_by"]

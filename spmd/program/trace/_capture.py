@@ -23,7 +23,7 @@ from spmd.program.find._objects import EmptyContainers, flatten
 from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters
 from spmd.program.optim._traced_state import TracedState
-from spmd.program.reads import NumberPlace
+from spmd.program.reads import NumberPlace, ObjectPlace, PartPlace
 from spmd.program.trace._arguments import BoundArguments, bind, require_one_way
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._captured import Captured, Guarded, PythonWrites, TraceInputs, TraceOutputs, TraceState
@@ -32,7 +32,7 @@ from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import Gradients
 from spmd.program.trace._host_values import no_host_random, no_host_writes
 from spmd.program.trace._known_inputs import KnownInputs
-from spmd.program.trace._results import is_shown_otherwise, note_gradients, show_held
+from spmd.program.trace._results import note_gradients, show_held
 from spmd.program.trace._topology_tensors import waiting_for_topology
 from spmd.program.trace._trace import TorchState, Trace, TraceOptions
 from spmd.program.trace._trace_settings import TraceSettings
@@ -57,7 +57,7 @@ def capture(
     keep_grads: bool,
     debug_nans: bool,
     is_stacked: bool,
-    varying: Sequence[NumberPlace],
+    changed: Sequence[PartPlace],
     arguments: dict[int, int | float],
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
@@ -66,7 +66,7 @@ def capture(
         found, settings: what the function can reach, with prepared optimizers; the settings that earlier traces have found.
         keep_grads, debug_nans: see `TraceOptions`.
         is_stacked: each argument is the first element of a stack, and results will be stacked.
-        varying, arguments: the Python numbers that are inputs: their places, and those among the arguments by position.
+        changed, arguments: places with other numbers (inputs) or objects in every call; numbers among the arguments, by position.
 
     Raises:
         TraceAgain: the function must be traced with other settings.
@@ -74,7 +74,7 @@ def capture(
     """
     flat = flatten((args, kwargs), classes=found.holders)
     unfilled = EmptyContainers(flat.leaves)
-    numbers = LiftedNumbers(found.optimizers, varying, arguments)
+    numbers = LiftedNumbers(found.optimizers, [place for place in changed if isinstance(place, NumberPlace)], arguments)
     bound, buffers, hosts = bind([numbers.argument(i) if i in arguments else v for i, v in enumerate(flat.leaves)])
     given = [t for t in bound if is_device_tensor(t)]
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *buffers]
@@ -106,23 +106,29 @@ def capture(
         )
         unfilled.require_empty()
         require_one_way(args, kwargs, trace.reads, trace.left.effects)
-    return _captured(trace, jaxpr, list(waiting))
+    return _captured(trace, jaxpr, list(waiting), [place for place in changed if isinstance(place, ObjectPlace)])
 
 
-def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer]) -> Captured:
-    """The result of a trace, after all state was restored. `waiting`: buffers without an array (see `waiting_for_topology`)."""
-    recorder, arguments, left, known = trace.recorder, trace.arguments, trace.left, trace.known
+def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], known: list[ObjectPlace]) -> Captured:
+    """The result of a trace, after all state was restored.
+
+    Args:
+        waiting: buffers without an array (see `waiting_for_topology`).
+        known: places that hold another object in every call.
+    """
+    recorder, arguments, left, inputs = trace.recorder, trace.arguments, trace.left, trace.known
     gradients, born = trace.torch_state.gradients.left, trace.torch_state.optim.born
     copies = _copies(recorder, jaxpr.jaxpr, left.num_outputs)
     position = {id(t): i for i, t in enumerate(arguments.leaves) if is_device_tensor(t)}
     jaxpr = with_constants_first(jaxpr, len(waiting))
     recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in trace.found.device_tensors()}
-    held = trace.reads.held(left.effects, lambda t: buffer_of(t) in arguments.buffers or is_shown_otherwise(t, left.leaves))
+    replaced = trace.reads.held(left.effects, trace.is_fixed, known)
+    held = replaced.held
     show_held(left.leaves, held)
     if trace.options.keep_grads and not arguments.is_stacked:
         note_gradients(left.leaves, left.returned, {id(g): position.get(id(p), p) for p, g in gradients if g is not None})
-    guarded = Guarded(trace.guards(held), trace.places, list(recorder.branches.values()))
+    guarded = Guarded(trace.guards(replaced), trace.places, list(recorder.branches.values()))
     return Captured(
         jaxpr=jaxpr,
         inputs=TraceInputs(
@@ -132,7 +138,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer]) -> Captured:
             holders=trace.found.holders,
             numbers=trace.numbers,
             draws=trace.draws,
-            known=known if known is not None and known.is_used else None,
+            known=inputs if inputs is not None and inputs.is_used else None,
         ),
         state=TraceState(
             consts=[recorder.reads.get(id(c)) for c in jaxpr.consts],

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -126,6 +126,22 @@ def holds_varying(value: Any, is_before: Callable[[Any], bool]) -> bool:
                 seen.add(id(part))
                 waiting.append(part)
     return False
+
+
+def existing_within(values: Iterable[Any], is_before: Callable[[Any], bool]) -> dict[int, Any]:
+    """The objects from before the trace, by id, that objects of the trace refer to."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    seen = set(map(id, waiting))
+    while waiting:
+        for part in gc.get_referents(waiting.pop()):
+            if id(part) not in seen and gc.is_tracked(part):
+                seen.add(id(part))
+                if is_before(part):
+                    found[id(part)] = part
+                else:
+                    waiting.append(part)
+    return found
 
 
 def _fill_dict(made: dict[Any, Any], parts: list[Any]) -> None:
@@ -290,7 +306,8 @@ _KINDS: dict[Any, Callable[[Any], _Kind]] = {
     tuple: lambda value: (list(tuple.__iter__(value)), tuple.__new__, None),
     frozenset: lambda value: (list(frozenset.__iter__(value)), frozenset.__new__, None),
     BaseException: _of_exception,
+    types.SimpleNamespace: lambda value: ([], types.SimpleNamespace.__new__, lambda made, parts: None),
 }
 
 
-__all__ = ["RUNNING", "ObjectParts", "copied_parts", "holds_varying", "is_proxy", "parts_of"]
+__all__ = ["RUNNING", "ObjectParts", "copied_parts", "existing_within", "holds_varying", "is_proxy", "parts_of"]

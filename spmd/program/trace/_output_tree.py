@@ -38,12 +38,14 @@ class OutputTree:
         leaves: tensors, plain values, and objects that existed before the trace.
         nodes: the containers and objects, in the order in which they were found.
         one_call: the objects in them that no call can create anew.
+        shared: the objects from the trace that all calls share, or copy as they are: they are not taken apart.
     """
 
     def __init__(self, is_before: Callable[[Any], bool]) -> None:
         self.leaves: list[Any] = []
         self.nodes: list[Node] = []
         self.one_call = OneCall()
+        self.shared: list[Any] = []
         self._is_before = is_before
         self._refs: dict[int, int] = {}
         self._kept: list[Any] = []
@@ -74,6 +76,7 @@ class OutputTree:
         if found is None and not is_before:
             if holds_varying(value, self._is_before):
                 raise NumbersNeeded
+            self.shared.append(value)
             found = self._of_one_call(title_of(value), value) or copied_parts(value) or self._of_one_call(title_of_uncopied(value), value)
         if found is None:
             ref = self._refs[id(value)] = self._leaf(value)

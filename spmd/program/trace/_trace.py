@@ -6,7 +6,7 @@ It does not know how a trace becomes a program (`_capture`).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import drop_unused_state, traceable
 from spmd.program.optim._state_rules import stored_like
 from spmd.program.optim._traced_state import Action, TracedState
-from spmd.program.reads import Effect, NumbersNeeded, Place, Recording, ReplacedState, guard_places, guard_who, recorded
+from spmd.program.reads import Effect, NumbersNeeded, Place, Recording, Replacements, guard_places, recorded
 from spmd.program.reads._library import is_of_python
 from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
@@ -47,8 +47,9 @@ from spmd.program.trace._host_values import identity_of
 from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._module_calls import report_compiling, require_known_state, restore_functorch, watching
+from spmd.program.trace._object_parts import existing_within
 from spmd.program.trace._output_tree import Node, OutputTree
-from spmd.program.trace._results import Leaf, Results
+from spmd.program.trace._results import Leaf, Results, is_shown_otherwise
 from spmd.program.trace._trace_settings import TraceSettings
 
 
@@ -180,9 +181,8 @@ class Trace:
     def run(self, buffers: list[Buffer], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
         """Install tracers, run the user's function, collect outputs, and restore all state. jax calls this.
 
-        `buffers` are the buffers without an array (see `waiting_for_topology`), with the tracers `shapes`, and then those of the device
-        arguments. `values` are the tracers of device arguments and then of CPU arguments. `vector` is the tracer of the numbers that are
-        inputs, `words` that of the random state. Returns outputs, new values of written buffers, and new gradients and optimizer state.
+        `buffers`: those without an array, with the tracers `shapes`, then those of the device arguments. `values`: tracers of device, then
+        CPU arguments. `vector`, `words`: of numbers and the random state. Returns outputs, written buffers, gradients and optimizer state.
         """
         values, gradients, optim = [*shapes, *values], self.torch_state.gradients, self.torch_state.optim
         inputs = dict(zip(map(identity_of, self.arguments.hosts), values[len(buffers) :], strict=True))
@@ -204,6 +204,7 @@ class Trace:
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._recording_arguments()))
                 reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
+                reads.lengths = self.numbers.lengths
                 reads.fixes_indices, reads.has_own_context = self.settings.fixes_indices, self.settings.has_own_context
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), FlopCounts() as flops, Switches() as switches:
@@ -324,14 +325,21 @@ class Trace:
             taken.take(content.get(ITEMS), is_new=True)
         refs += [taken.take(content, is_new=True) for content in contents]
         self.one_call = taken.one_call
+        self.shared = existing_within(taken.shared, self.reads.is_before)
         return taken.leaves, *taken.ordered(refs)
+
+    def is_fixed(self, value: Any) -> bool:
+        """Whether a value that the trace found in a place has another role too: it is an argument, or part of what all calls share."""
+        if is_device_tensor(value):
+            return buffer_of(value) in self.arguments.buffers or is_shown_otherwise(value, self.left.leaves)
+        return id(value) in self.shared
 
     def slots(self) -> dict[Buffer, torch.Tensor]:
         """The gradients that each call takes from the leaf tensors, by the gradient's buffer in the trace."""
         fixed = {*map(buffer_of, self.found.device_tensors()), *self.arguments.buffers}
         return self.torch_state.gradients.slots(self.recorder.touched.__contains__, fixed)
 
-    def guards(self, held: Sequence[ReplacedState]) -> Guards:
+    def guards(self, replaced: Replacements) -> Guards:
         """Guards on everything that the trace assumed, in the order of evaluation."""
         recorder = self.recorder
         ran, roots = recorder.modules, {id(m) for _, m in self.found.modules.values()}
@@ -361,7 +369,7 @@ class Trace:
             self.known.guard(guards)
         self.torch_state.memory.guard(guards)
         self.torch_state.gradients.guard(guards, recorder.touched.__contains__, slots, self.arguments.owned)
-        guard_who(guards, held)
+        replaced.guard(guards)
         if self.one_call.titles:
             guards.add(self.one_call.guard)
         return guards

@@ -1,0 +1,182 @@
+"""The parts of values: what code that is not recorded can reach from a value, and which objects are plain."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import collections.abc
+import functools
+import gc
+import inspect
+import types
+import typing
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spmd.program.find._static import attributes_of, slots_of, static_attribute
+from spmd.program.reads._library import is_library, is_recorded, keeps_state
+from spmd.program.reads._places import PLAIN
+
+if TYPE_CHECKING:
+    from spmd.program.reads._places_read import PlacesRead
+
+WITH_ITEMS = (dict, list, tuple, set, frozenset, collections.deque)
+_VIEWS = (np.ndarray, np.flatiter)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class created by Python code
+_CONTAINERS = (list, dict, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_NOT_PLAIN = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, type)
+_WITHOUT_CODE = (object, *_CONTAINERS, typing.Generic, typing.Protocol, abc.ABC)
+_METHODS = (
+    *(types.FunctionType, types.MemberDescriptorType, types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(staticmethod, classmethod, types.BuiltinFunctionType, types.ClassMethodDescriptorType),
+    type(vars(inspect.FullArgSpec)["args"]),  # of named tuples
+)
+_WITH_PLACES = (
+    dict,
+    list,
+    collections.deque,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    torch.Tensor,
+)  # their parts have places of their own
+
+
+def memory_owners(value: Any) -> Iterator[Any]:
+    """The objects whose memory an array, an iterator over one or a memoryview shares, the nearest first."""
+    while value is not None:
+        value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None) if isinstance(value, _VIEWS) else None
+        if value is not None:
+            yield value
+
+
+def nested(value: Any) -> Iterator[Any]:
+    """A value and everything inside it, through tuples, lists and dicts."""
+    yield value
+    if isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from nested(part)
+
+
+def with_tuple_items(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, and those inside tuples among them."""
+    for value in values:
+        yield from (value, *(with_tuple_items(value) if isinstance(value, tuple) else ()))
+
+
+def parts_of(value: Any, recording: PlacesRead) -> list[Any]:
+    """The mutable objects that a library can reach directly from `value`."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return list(dict.values(value))
+    if issubclass(kind, (collections.UserDict, collections.UserList)):
+        return [value.data]
+    if issubclass(kind, (list, tuple, collections.deque)):
+        return list(value)
+    if issubclass(kind, (set, frozenset)):
+        return list(value)
+    if issubclass(kind, functools.partial):
+        return [value.func, value.args, recording.owned(value, value.keywords)]
+    if issubclass(kind, types.MethodType):
+        return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
+    if issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
+        return [] if isinstance(value.__self__, (type, types.ModuleType)) else [value.__self__]
+    if issubclass(kind, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
+        return []
+    is_container = issubclass(kind, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
+    if issubclass(kind, Iterator) or (is_library(kind.__module__) and not (is_container or keeps_state(kind))):
+        return []
+    attributes = recording.attributes(value)
+    return [attributes] if attributes else []
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is a list, a dict, a deque, or a plain object of the user's: all that its code reads of it is recorded."""
+    cls = type(value)
+    if cls in _CONTAINERS or cls is types.SimpleNamespace:
+        return True
+    if isinstance(value, (*PLAIN, *_NOT_PLAIN)) or base_of(value) not in (object, *_CONTAINERS):
+        return False
+    return not any(is_library(base.__module__) for base in cls.__mro__ if base not in _WITHOUT_CODE)
+
+
+def is_recorded_descriptor(found: Any) -> bool:
+    """Whether all that an attribute of a class reads of an object, when it is looked up on the object, is recorded."""
+    cls = type(found)
+    if not hasattr(cls, "__get__") or cls in _METHODS:
+        return True
+    if cls is property or cls is functools.cached_property:
+        fn = found.fget if cls is property else found.func
+        return type(fn) is types.FunctionType and is_recorded(fn.__module__)
+    return type(static_attribute(cls, "__get__")) is types.FunctionType and is_recorded(cls.__module__)
+
+
+def is_sized(value: Any) -> bool:
+    """Whether a value is a list or deque whose class does not define another length."""
+    return isinstance(value, (list, collections.deque)) and type(value).__len__ in (list.__len__, collections.deque.__len__)
+
+
+def is_python(iterator: Any) -> bool:
+    """Whether an iterator's `__next__` is instrumented Python code, so that its reads and writes are recorded."""
+    cls: Any = type(iterator)
+    return is_recorded(cls.__module__) and type(getattr(cls, "__next__", None)) is types.FunctionType
+
+
+def base_of(value: Any) -> type:
+    """The first base of the class of an object that is written in C: `object` if the object consists of attributes alone."""
+    return next(base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE)
+
+
+def objects_in(value: Any, with_attributes: bool = False) -> Iterator[Any]:
+    """The plain objects in a value: itself, and those inside tuples, containers, bound methods and, if asked for, plain objects."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, PLAIN) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if is_data(part):
+            yield part
+            if with_attributes:
+                waiting += (*(attributes_of(part) or {}).values(), *slots_of(part).values())
+        if isinstance(part, dict):
+            waiting += (*dict.keys(part), *dict.values(part))
+        elif isinstance(part, WITH_ITEMS):
+            waiting += part
+        elif isinstance(part, types.MethodType):
+            waiting.append(part.__self__)
+
+
+def inside_c(value: Any) -> Iterator[Any]:
+    """The objects that an object of C code refers to, also weakly and through others: they have no places."""
+    seen, waiting = {id(value)}, [value]
+    while waiting:
+        outer = waiting.pop()
+        if isinstance(outer, (*PLAIN, *_WITH_PLACES)) or base_of(outer) is object:
+            continue
+        referent = outer() if isinstance(outer, weakref.ReferenceType) else None
+        for part in (*gc.get_referents(outer), referent):
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+                yield part
+
+
+__all__ = [
+    "WITH_ITEMS",
+    "inside_c",
+    "is_data",
+    "is_python",
+    "is_recorded_descriptor",
+    "is_sized",
+    "memory_owners",
+    "nested",
+    "objects_in",
+    "parts_of",
+    "with_tuple_items",
+]
