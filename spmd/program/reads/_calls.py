@@ -51,7 +51,7 @@ from spmd.program.reads._number_calls import (
     with_known,
 )
 from spmd.program.reads._ordering import with_key_function
-from spmd.program.reads._outside import question_of
+from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import is_sized
 from spmd.program.reads._process_settings import SETTINGS, questions_of_call
 from spmd.program.reads._random_generators import GLOBAL_RANDOM, exact_state
@@ -146,7 +146,7 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         return note_call(recording, inner, args)
     if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
         return functools.partial(note_call(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
-    recording.ask_all(questions_of_call(fn, args))
+    recording.ask_all((*questions_of_call(fn, args), *questions_of_files(fn, args)))
     if (setting := SETTINGS.get(id(fn))) is not None:
         recording.set_setting(setting)
     if kind is types.MethodType:

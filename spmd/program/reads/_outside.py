@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import locale
 import logging
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of, static_attribute
-from spmd.program.reads._library import is_recorded
+from spmd.program.reads._library import is_of_python, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN, ContentPlace
 
@@ -57,7 +58,10 @@ _ASKS = {
         *(logging.Logger.getEffectiveLevel, logging.Logger.isEnabledFor, logging.Logger.hasHandlers),
     )
 }
-_READS_OF_PATHS = frozenset(("stat", "lstat", "iterdir", "glob", "rglob", "walk"))
+_READS_OF_PATHS = frozenset(("open", "read_text", "read_bytes", "stat", "lstat", "iterdir", "glob", "rglob", "walk"))
+_MODE = re.compile(r"[rwxabtU+]+")
+_NOT_DATA = (".py", ".pyc", ".so")  # code is found by its functions
+_OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/")
 _ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|(flash|math|mem_efficient|cudnn)_sdp_enabled|\w+_math_sdp_allowed")
 _SMALL = 1 << 16  # bytes
 # modules whose functions answer differently in a trace
@@ -119,10 +123,41 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
         return (id(fn), *map(os.fspath, paths)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, paths)
     if name in _ASKS_OF_PATHS and (is_method or module in ("posixpath", "ntpath")) and isinstance(path, (str, pathlib.Path)):
         return (name, *map(str, args)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, args)
-    return question_of_file(path) if (is_method and name in _READS_OF_PATHS) or id(fn) in _READS_FILES else None
+    if (is_method and name in _READS_OF_PATHS and not _writes(name, args)) or id(fn) in _READS_FILES:
+        return _question_of_file(path)
+    return None
 
 
-def question_of_file(path: Any) -> Question:
+def questions_of_files(fn: Any, args: tuple[Any, ...]) -> list[Question]:
+    """The questions for the contents of files whose paths a function of Python's library is given: it may read them.
+
+    open(path, encoding="latin-1"); codecs.open(path); gzip.open(path); shutil.copy(path, other)
+    """
+    module = getattr(fn, "__module__", None) or type(getattr(fn, "__self__", None)).__module__
+    if not (fn is builtins.open or is_of_python(module)) or _writes(getattr(fn, "__name__", ""), args):
+        return []
+    return [_question_of_file(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike)) and _is_data(arg)]
+
+
+def _writes(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call of a function called `name` opens a file to write: the file is written only while the function is traced."""
+    if name != "open":
+        return False
+    modes = (mode for mode in args[1:] if isinstance(mode, str) and _MODE.fullmatch(mode))
+    flags = (flag for flag in args[1:2] if type(flag) is int)
+    return any(set(mode) & set("wxa+") for mode in modes) or any(flag & (os.O_WRONLY | os.O_RDWR) for flag in flags)
+
+
+def _is_data(path: Any) -> bool:
+    """Whether there is a file of data at a path."""
+    try:
+        name = os.fsdecode(path)
+        return os.path.isfile(name) and not name.endswith(_NOT_DATA) and not name.startswith(_OF_THE_SYSTEM)
+    except (TypeError, ValueError):
+        return False
+
+
+def _question_of_file(path: Any) -> Question:
     """The question for the content of a file or folder."""
     return ("file", os.fspath(path)), f"the file {os.fspath(path)!r}", partial(_state_of_file, path)
 

@@ -32,7 +32,6 @@ from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import mapped_operand, matched_value, numpy_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
-from spmd.program.reads._opened_files import watch
 from spmd.program.reads._outside import Question, setting_of
 from spmd.program.reads._places import CDATA, ContentPlace, Expected, Place, SlotPlace, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved, written_tensor
@@ -484,7 +483,6 @@ def recorded(
         ignored: ids of dicts, and (id of a dict, key) of entries, that something else guards and restores.
     """
     recording = Recording(names or {}, owners or {}, ignored or set())
-    watch()
     swapped = _swap.swap(HEAP.functions())
     try:
         with HEAP.set_apart():
