@@ -65,10 +65,11 @@ class WholeOp:
         if not self.decomposes and is_foreign:
             with AutoDispatchBelowAutograd():
                 return self.op(*args, **kwargs)
-        is_transformed = are_functorch_transforms_active() or _has_tangents(flat)
+        has_tangents = _has_tangents(flat)
+        is_transformed = has_tangents or are_functorch_transforms_active()
         if self.decomposes and (is_transformed or is_foreign or _is_view(self.op, flat) or _is_observed()):
             return self.op.decompose(*args, **kwargs)
-        if _has_tangents(flat):
+        if has_tangents:
             what = f"{self.op} of a dual tensor: its lowering has no forward-mode derivative"
             raise NotImplementedError(message(what, *called_at(), fix="torch.func.vjp, or torch.autograd.grad"))
         if self.decomposes and any(t.device.type != "jax" and t.dim() for t in flat):  # mixed devices: torch's own checks raise

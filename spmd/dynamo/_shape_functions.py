@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from spmd.base._torch import dispatch_has_kernel_for_dispatch_key
 
-_library: list[torch.library.Library] = []  # keeps the library alive, because its functions live only as long as it
 
-
-def register() -> None:
-    """Register the functions, once. Operators for which this version of torch has one keep it."""
-    if _library:
-        return
+@cache
+def register() -> torch.library.Library:
+    """Register the functions, which live as long as the library. Operators for which this version of torch has one keep it."""
     library = torch.library.Library("aten", "IMPL")
-    _library.append(library)
     if not dispatch_has_kernel_for_dispatch_key("aten::_thnn_fused_gru_cell", "Meta"):
         library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
+    return library
 
 
 def _gru_cell(

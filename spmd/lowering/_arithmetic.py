@@ -38,12 +38,19 @@ div = _direct(jnp.true_divide, lax.div, is_exact=False)
 
 def at_least(x: Any, bound: Any) -> Any:
     """The larger of `x` and `bound`; NaN if one of them is. XLA's maximum of zeros is +0.0; torch's CPU keeps `x`, also if it is -0.0."""
-    return jnp.where((x < bound) | (bound != bound), bound, x)
+    is_less = x < bound
+    return jnp.where(is_less if _is_number(bound) else is_less | (bound != bound), bound, x)
 
 
 def at_most(x: Any, bound: Any) -> Any:
     """The smaller of `x` and `bound`; see `at_least`."""
-    return jnp.where((x > bound) | (bound != bound), bound, x)
+    is_more = x > bound
+    return jnp.where(is_more if _is_number(bound) else is_more | (bound != bound), bound, x)
+
+
+def _is_number(bound: Any) -> bool:
+    """Whether a bound is known not to be NaN."""
+    return isinstance(bound, (int, float)) and bound == bound
 
 
 __all__ = ["add", "at_least", "at_most", "div", "mul", "sub"]

@@ -9,6 +9,7 @@ on the gradient: `spmd::laid_out`. Meshes and specs are constants of the graph, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,24 +20,27 @@ from spmd.sharding._annotate import IN_GRAPHS, checked_spec, mark_sharding
 from spmd.sharding._constraint import constrain
 
 _NAMES = {kind.__name__: kind for kind in (Mesh, PartitionSpec, ShardingSpec)}
-_library: list[torch.library.Library] = []  # keeps the library alive, because its operators live only as long as it
 
 
-def register() -> None:
-    """Define the operators, once. Under torch 2.11 nothing is defined and `mark_sharding` breaks the graph."""
-    if _library or not IN_GRAPHS:
-        return
+@cache
+def register() -> torch.library.Library | None:
+    """Define the operators, once. They live as long as the library.
+
+    Under torch 2.11 nothing is defined and `mark_sharding` breaks the graph.
+    """
+    if not IN_GRAPHS:
+        return None
     for kind, text in _TEXTS.items():
         kind.__fx_repr__ = _as_code(text)
         register_constant_type(kind)
     library = torch.library.Library("spmd", "DEF")
-    _library.append(library)
     spec = f"{ShardingSpec.__module__}.{ShardingSpec.__qualname__}"
     library.define(f"mark_sharding_(Tensor(a!) tensor, {spec} spec, str uneven) -> Tensor(a!)")
     library.impl("mark_sharding_", _mark_sharding, "CompositeImplicitAutograd")
     library.define(f"laid_out(Tensor tensor, {spec} spec) -> Tensor")
     library.impl("laid_out", lambda tensor, spec: constrain(tensor.detach(), spec, None).global_tensor, "PrivateUse1")
     library.impl("laid_out", lambda tensor, spec: torch.empty_like(tensor, memory_format=torch.contiguous_format), "Meta")
+    return library
 
 
 def _mark_sharding(tensor: torch.Tensor, spec: ShardingSpec, uneven: Any) -> torch.Tensor:

@@ -1089,6 +1089,13 @@ def read_compressed(path: Path) -> float:
 
 
 @place
+def in_a_file_of_numpy() -> tuple[Read, Write]:
+    path = Path(tempfile.mkdtemp()) / "scale.npy"
+    np.save(path, 2.0)
+    return lambda: float(np.load(path)), lambda v: np.save(path, v)
+
+
+@place
 def in_a_file_of_an_encoding() -> tuple[Read, Write]:
     path = Path(tempfile.mkdtemp()) / "scale"
     path.write_text("2.0")

@@ -32,6 +32,7 @@ REPLACED = {
     "in_a_registered_method",
     "in_a_cached_result_of_a_method",
     "in_a_file",
+    "in_a_file_of_numpy",
     "in_a_file_of_an_encoding",
     "in_a_compressed_file",
     "in_a_file_by_its_path",

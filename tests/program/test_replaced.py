@@ -4,6 +4,8 @@ import collections
 import copy
 import dataclasses
 import functools
+import math
+import operator
 import types
 import weakref
 from collections import namedtuple
@@ -445,6 +447,7 @@ OBJECTS: dict[str, tuple[Callable[[str], Any], Callable[[Any, torch.Tensor], Any
     ),
     "dict": (lambda d: {"i": 0, "j": 3}, lambda s, x: (x * s.a["i"], setattr(s, "a", {**s.a, "i": s.a["i"] + 1}))),
     "list": (lambda d: [0, 1, 2], lambda s, x: (x * sum(s.a), setattr(s, "a", [*s.a, s.a[-1] + 1][-3:]))),
+    "list by a function": (lambda d: [1, 2], lambda s, x: (x * math.prod(s.a) + max(s.a), setattr(s, "a", [n + 1 for n in s.a]))),
     "deque of tuples": (
         lambda d: collections.deque([(0, 1), (2, 3)]),
         lambda s, x: (x * s.a[0][0] + s.a[1][1], setattr(s, "a", collections.deque([(i + 1, j) for i, j in s.a]))),
@@ -566,6 +569,46 @@ def test_a_tensor_that_is_another_one_in_later_calls_is_an_input(name: str) -> N
     got, step = calls_of(body, make, "jax", between, 12)
     assert got == want
     assert step.num_traces == num_traces
+
+
+def in_turn(*others: Callable[[Any], torch.Tensor]) -> Callable[[Any, int], None]:
+    """Between two calls: the caller puts in `a` a new tensor, and what each of `others` gives, in turn."""
+
+    def between(s: Any, i: int) -> None:
+        choices = (lambda s: torch.arange(2.0, device=s.c.device) + i, *others)
+        s.a = choices[i % len(choices)](s)
+
+    return between
+
+
+ALONE: dict[str, tuple[Any, Any]] = {
+    "compared": (lambda s, x: x * (2.0 if s.a is s.c else s.a.sum()), in_turn(lambda s: s.c)),
+    "compared by a function": (lambda s, x: x * (2.0 if operator.is_(s.a, s.c) else s.a.sum()), in_turn(lambda s: s.c)),
+    "its id": (lambda s, x: x * (2.0 if id(s.a) == id(s.c) else s.a.sum()), in_turn(lambda s: s.c)),
+    "its hash": (lambda s, x: x * (2.0 if hash(s.a) == hash(s.c) else s.a.sum()), in_turn(lambda s: s.c)),
+    "a key": (lambda s, x: x * {s.c: 2.0}.get(s.a, 3.0) + s.a, in_turn(lambda s: s.c)),
+    "in a set": (lambda s, x: x * len({s.a, s.c}) + s.a, in_turn(lambda s: s.c)),
+    "in a set by its class": (lambda s, x: x * len(set([s.a, s.c])) + s.a, in_turn(lambda s: s.c)),
+    "a view": (lambda s, x: x * s.a, in_turn(lambda s: torch.arange(8.0, device=s.c.device)[2:4])),
+    "what the step writes": (lambda s, x: (s.c.add_(x), s.a * 2)[1], in_turn(lambda s: s.c)),
+    "its memory under another name": (lambda s, x: (s.c.add_(x), s.a * 2)[1], in_turn(lambda s: s.c.detach())),
+    "written, and read elsewhere": (lambda s, x: (s.a.add_(x), s.c * 2)[1], in_turn(lambda s: s.c, lambda s: s.c.detach())),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_tensor_that_the_function_also_knows_otherwise_is_todays(name: str) -> None:
+    def run(device: str) -> list[Any]:
+        body, between = ALONE[name]
+        s = types.SimpleNamespace(a=torch.zeros(2, device=device), c=torch.ones(2, device=device))
+        step = spmd.compile(lambda x: body(s, x), max_retraces=50) if device == "jax" else lambda x: body(s, x)
+        found: list[Any] = []
+        for i in range(9):
+            found += [step(torch.full((2,), i + 1.0, device=device)).tolist(), s.a.tolist(), s.c.tolist(), s.a is s.c]
+            between(s, i)
+        return found
+
+    assert run("jax") == run("cpu")
 
 
 def put(i: int, name: str, value: Callable[[Any], Any]) -> Callable[[Any, int], None]:

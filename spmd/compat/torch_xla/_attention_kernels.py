@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -22,8 +23,6 @@ from spmd.device._call_jax import call_jax
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._constraint import constrain
 from spmd.xla_names._global_mesh import mesh_or_global
-
-_library: list[torch.library.Library] = []
 
 
 class KernelError(SpmdError, AssertionError):
@@ -148,12 +147,10 @@ def paged_attention(
     return call_jax(attend, (q, k_pages, v_pages, lengths, page_indices), name="paged_attention")
 
 
-def register() -> None:
-    """Register `torch.ops.xla.flash_attention` and `paged_attention`, once per process."""
-    if _library:
-        return
+@cache
+def register() -> torch.library.Library:
+    """Register `torch.ops.xla.flash_attention` and `paged_attention`, once per process. They live as long as the library."""
     library = torch.library.Library("xla", "FRAGMENT")
-    _library.append(library)
     pages = "Tensor k_pages, Tensor v_pages, Tensor lengths, Tensor page_indices, int pages_per_compute_block"
     operators: dict[str, Callable[..., Any]] = {
         "flash_attention(Tensor q, Tensor k, Tensor v, bool casual=False) -> Tensor": flash_attention,
@@ -162,3 +159,4 @@ def register() -> None:
     for schema, fn in operators.items():
         library.define(schema)
         library.impl(schema.partition("(")[0], fn, "CompositeImplicitAutograd")
+    return library

@@ -6,6 +6,7 @@ Mesh and spec are text arguments: torch_xla's `str(mesh)` or `mesh.to_string()`,
 from __future__ import annotations
 
 import ast
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,15 +18,11 @@ from spmd.compat.torch_xla._meshes import Mesh, mesh_of_text
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._constraint import constrain
 
-_library: list[torch.library.Library] = []  # keeps the library alive, because its operators live only as long as it
 
-
-def register() -> None:
-    """Define the operators, once per process."""
-    if _library:
-        return
+@cache
+def register() -> torch.library.Library:
+    """Define the operators, once per process. They live as long as the library."""
     library = torch.library.Library("xla", "FRAGMENT")
-    _library.append(library)
     library.define("aot_mark_sharding(Tensor t, str mesh, str partition_spec) -> Tensor")
     library.impl("aot_mark_sharding", _laid_out, "PrivateUse1")
     library.impl("aot_mark_sharding", lambda t, mesh, partition_spec: torch.empty_like(t), "Meta")
@@ -36,6 +33,7 @@ def register() -> None:
     library.define("dynamo_set_buffer_donor_(Tensor t, bool should_donoate) -> Tensor")
     library.impl("dynamo_set_buffer_donor_", lambda t, should_donoate: t.clone(), "PrivateUse1")
     library.impl("dynamo_set_buffer_donor_", lambda t, should_donoate: torch.empty_like(t), "Meta")
+    return library
 
 
 def _laid_out(t: torch.Tensor, mesh: str, partition_spec: str) -> torch.Tensor:

@@ -57,9 +57,8 @@ class LiftedNumbers:
             held: tuple[dict[Any, Any], ...] = (optimizer.state, *states)  # the first may contain numbers: `self.state["steps"] += 1`
             self.slots.extend((s, key, None) for s in held for key, value in s.items() if type(value) in (int, float))
         self._places = {(id(holder), key) for holder, key, _ in self.slots}
-        now = {
-            (p.slot, p.path): p for p in varying if p.slot not in self._places and type(p.read()) is p.kind
-        }  # several lead to one object
+        # two places may lead to one number: its object is in both
+        now = {(p.slot, p.path): p for p in varying if p.slot not in self._places and type(p.read()) is p.kind}
         self.varying = list(now.values())
         self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
         for slot, path in now:
@@ -175,7 +174,7 @@ class LiftedNumbers:
             for group, key, value in kept:
                 group[key] = value
             for entry, value in kept_varying:
-                entry.place(value)
+                entry.put(value)
             self.lengths.clear()
             self._used.stop()
             self._may_change_unseen = True  # the trace may have added numbers that are computed from settings

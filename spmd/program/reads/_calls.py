@@ -64,6 +64,7 @@ from spmd.program.reads._varying import (
     fixed_if_varying,
     is_sequence,
     is_varying,
+    only_reads,
     substitute,
     with_fixed_keys,
 )
@@ -149,7 +150,9 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     recording.ask_all((*questions_of_call(fn, args), *questions_of_files(fn, args)))
     if (setting := SETTINGS.get(id(fn))) is not None:
         recording.set_setting(setting)
-    if kind is types.MethodType:
+    if kind is types.MethodType and isinstance(fn.__func__, (types.MethodDescriptorType, types.WrapperDescriptorType)):  # in C
+        _record(recording, fn.__func__, (fn.__self__, *args))
+    elif kind is types.MethodType:
         _python_function(recording, fn.__func__, (fn.__self__, *args))
         recording.read_function(fn)
     elif kind is types.FunctionType:
@@ -189,7 +192,7 @@ def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Calla
     """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
     if (instead := with_key_function(recording, fn, args) or _call_with_varying(recording, fn, args)) is not None:
         return instead
-    if id(fn) == id(len) and len(args) == 1 and is_sized(args[0]):
+    if fn is len and len(args) == 1 and is_sized(args[0]):
         return recording.read_length
     if args and isinstance(args[0], torch.SymFloat):
         if id(fn) == id(float) and is_of_host(args[0]) and args[0].node.kind is float:
@@ -236,10 +239,9 @@ def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Calla
         raise NumbersNeeded
     given = substitute(fn, args)
     if given is not None:
-        asked = [a for a in args if getattr(fn, "__module__", None) == "builtins" and _lists_varying(a)]  # sum, max: only of the numbers
-        for listed in asked:
+        for listed in (lists := [a for a in args if _lists_varying(a)] if only_reads(fn) else []):
             recording.read_content(listed)
-        _record(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if all(a is not b for b in asked)))
+        _record(recording, fn, tuple(a.evaluate() if type(a) is Varying else a for a in args if all(a is not b for b in lists)))
     return given
 
 
@@ -355,6 +357,10 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
     """Record a call of a function of a C module."""
     args: Any = given
     recording.ask(fn, question_of(fn, args))
+    if fn is builtins.hash:
+        recording.ask_identity(*args)
+    elif (fn is operator.is_ or fn is operator.is_not) and len(args) == 2:
+        recording.note_pair(*args)
     if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):
         require_known_name(args[0], args[1])
         recording.load_attr(args[0], args[1])
@@ -399,6 +405,8 @@ def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
         if cls is weakref.finalize or (issubclass(cls, weakref.ref) and len(args) == 2 and args[1] is not None):
             raise refused(f"weakref.{cls.__name__}() with a function, which runs when the trace drops the object")
         recording.ask(cls, question_of(cls, args))
+        if issubclass(cls, (set, frozenset, collections.Counter)):
+            recording.ask_identity(*args)
         for arg in args:
             recording.read_deep(arg, asks_identity=cls not in _STORES)
     else:

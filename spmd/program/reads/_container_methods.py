@@ -23,6 +23,7 @@ _READERS = frozenset(  # methods of containers that change nothing
     )
 )
 STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))  # only store arguments
+_KEYED = frozenset(("get", "setdefault", "pop", "add", "fromkeys", "__getitem__", "__setitem__"))  # whose first argument is a key
 _BY_PLACE = frozenset(  # give or store items without a comparison of them
     (
         *("get", "keys", "values", "items", "copy", "pop", "popleft", "popitem", "clear", "reverse", "rotate", "add", "extendleft"),
@@ -38,6 +39,8 @@ _TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection"
 
 def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
     """Record a call of a container's own method in C: of a dict, list, set, deque, bytearray or array."""
+    if name in _KEYED and args:
+        recording.ask_identity(args[0])
     if isinstance(owner, dict) and name in ("get", "__getitem__", "__contains__", "setdefault") and args:
         if name == "__contains__":
             recording.contains(args[0], owner)

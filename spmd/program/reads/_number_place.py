@@ -26,7 +26,7 @@ class Entry:
         holder: gives the dict, list, cell or object that holds it now, or ABSENT. Keeps a holder that stays alive, so that the token
             stays unique.
         look: gives its value now, or ABSENT.
-        place: sets its value.
+        put: sets its value.
         within: the place of the object that it belongs to; None if that object stays.
     """
 
@@ -34,7 +34,7 @@ class Entry:
     key: Any
     holder: Callable[[], Any]
     look: Callable[[], Any]
-    place: Callable[[Any], None]
+    put: Callable[[Any], None]
     within: ObjectPlace | None = None
 
 
@@ -81,7 +81,7 @@ class NumberPlace(PartPlace):
 
     def put(self, number: Any) -> None:
         """Set the number. Tuples around it are replaced by new ones."""
-        self.entry.place(with_part(self.entry.look(), self.path, number))
+        self.entry.put(with_part(self.entry.look(), self.path, number))
 
 
 class ObjectPlace(PartPlace):

@@ -136,7 +136,8 @@ def questions_of_files(fn: Any, args: tuple[Any, ...]) -> list[Question]:
     module = getattr(fn, "__module__", None) or type(getattr(fn, "__self__", None)).__module__
     if not (fn is builtins.open or is_of_python(module)) or _writes(getattr(fn, "__name__", ""), args):
         return []
-    return [_question_of_file(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike)) and _is_data(arg)]
+    found = [_question_of_file(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike)) and _is_data(arg)]
+    return [] if found and question_of(fn, args) is not None else found  # one that asks less: `os.path.exists`
 
 
 def _writes(name: str, args: tuple[Any, ...]) -> bool:

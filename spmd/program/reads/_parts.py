@@ -131,8 +131,14 @@ def base_of(value: Any) -> type:
     return next(base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE)
 
 
-def objects_in(value: Any, with_attributes: bool = False) -> Iterator[Any]:
-    """The plain objects in a value: itself, and those inside tuples, containers, bound methods and, if asked for, plain objects."""
+def objects_in(value: Any, with_attributes: bool = False, with_tensors: bool = False) -> Iterator[Any]:
+    """The plain objects in a value: itself, and those inside tuples, containers, bound methods and, if asked for, plain objects.
+
+    Args:
+        value: the value.
+        with_attributes: search the attributes of plain objects too.
+        with_tensors: yield tensors too.
+    """
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -140,7 +146,9 @@ def objects_in(value: Any, with_attributes: bool = False) -> Iterator[Any]:
         if isinstance(part, PLAIN) or id(part) in seen:
             continue
         seen.add(id(part))
-        if is_data(part):
+        if with_tensors and isinstance(part, torch.Tensor):
+            yield part
+        elif is_data(part):
             yield part
             if with_attributes:
                 waiting += (*(attributes_of(part) or {}).values(), *slots_of(part).values())

@@ -157,15 +157,15 @@ class PlacesRead:
             self.read_special_methods(type(cls))
         return self._class_may_change[cls]
 
-    def ask_identity(self, *values: Any) -> None:
-        """Record that the function depends on which objects these are, and all objects in them."""
+    def ask_identity(self, *values: Any, of_tensors: bool = True) -> None:
+        """Record that the function depends on which objects these are, and all objects and, with `of_tensors`, tensors in them."""
         for value in values:
             if not isinstance(value, PLAIN):
-                self.asked.update((id(part), part) for part in objects_in(value))
+                self.asked.update((id(part), part) for part in objects_in(value, with_tensors=of_tensors))
 
     def note_pair(self, left: Any, right: Any) -> None:
         """Record that two objects are compared by identity."""
-        if is_data(left) and type(left) is type(right):
+        if type(left) is type(right) and (is_data(left) or isinstance(left, torch.Tensor)):
             self.compared.append((left, right))
 
     def note_comparison(self, left: Any, right: Any) -> None:
@@ -174,7 +174,7 @@ class PlacesRead:
             if type(value).__eq__ is object.__eq__:
                 self.note_pair(value, other)
             elif isinstance(value, WITH_ITEMS):  # equal items may be found by identity
-                self.asked.update((id(part), part) for part in objects_in(value) if part is not value)
+                self.asked.update((id(part), part) for part in objects_in(value, with_tensors=True) if part is not value)
 
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Names of the attributes of these tensors that were read or written. Drops the places of these reads, so they are not guarded."""

@@ -142,10 +142,12 @@ class PlacesWritten(PlacesRead):
 
     def made_with_keys(self, container: Any) -> None:
         """After a dict or set was built: make varying numbers among its keys plain numbers."""
+        self.ask_identity(*container)
         with_fixed_keys(container)
 
     def as_key(self, key: Any) -> Any:
         """Before a comprehension adds a key to a dict or set. Returns the key to use instead."""
+        self.ask_identity(key)
         return fixed_if_varying(key)
 
     def _write_item(self, holder: Any, key: Any) -> None:

@@ -146,7 +146,7 @@ class Recording(PlacesWritten):
         self.read_class_of(instance)
         found = self._class_attribute(cls.__mro__, name)
         if not _parts.is_recorded_descriptor(found):
-            self.ask_identity(instance)
+            self.ask_identity(instance, of_tensors=False)
         self.read_class_of(found)
         if isinstance(found, functools.singledispatchmethod):
             read_registry(self, found.dispatcher)
@@ -318,7 +318,8 @@ class Recording(PlacesWritten):
             self.advance(value, "passed to a library")
             return
         done[id(value)] = value
-        self.ask_identity(*([value] if asks_identity else []))
+        if asks_identity and id(value) not in self.asked:  # otherwise it was found in a container that was asked
+            self.ask_identity(value, of_tensors=False)
         if is_generator(value):
             self.generators.setdefault(id(value), (value, state_of(value)))
             return

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._classes import ClassPlace
 from spmd.program.reads._journal import Effect
@@ -276,14 +276,14 @@ class Replacements:
                 and (part.entry.within is None or part.entry.within.token in self._found)
                 and self._may_be_another(part.read())
                 and not self._is_compared(part.read())
-                and found[id(part.read())] <= own
+                and found[id(_memory_of(part.read())[-1])] <= own
             }
             is_stable, self._found = len(kept) == len(self._found), kept
         return {id(part.read()) for part in all_ if part.token not in self._found}
 
     def _may_be_another(self, value: Any) -> bool:
         if is_device_tensor(value):
-            return not self.is_fixed(value) and not self.places_of(value)
+            return is_whole(value, buffer_of(value)) and not self.is_fixed(value) and not self.places_of(value)
         if not is_data(value) or self.is_fixed(value):
             return False
         attributes = attributes_of(value)
@@ -307,13 +307,16 @@ class Replacements:
         return next((place for place in here if any(_is_key(key, other) for other, _ in place.entries_read())), None)
 
     def _occurrences(self) -> dict[int, set[Any]]:
-        """By id of each value that was read, where it was found: (id of the place, key, path); None for other ways than entries."""
+        """By id of each value that was read, or of the buffer of a tensor, where it was found.
+
+        That is (id of the place, key, path), or None for other ways than entries.
+        """
         found: dict[int, set[Any]] = collections.defaultdict(set)
 
         def walk(value: Any, at: Any, path: Path) -> None:
             if isinstance(value, PLAIN):
                 return
-            found[id(value)].add(None if at is None else (*at, path))
+            found[id(_memory_of(value)[-1])].add(None if at is None else (*at, path))
             if is_tuple(value):
                 for index, part in enumerate(value):
                     walk(part, at, (*path, index))
@@ -347,23 +350,28 @@ class Replacements:
             place.expect(part.entry.key, with_part(expected, part.path, like))
         return [place for place in self.places if id(place) not in inside]
 
-    def guard(self, guards: Guards) -> None:
-        """Guard which of these places hold the same object, because a write through one is visible in the others.
+    def guard(self, guards: Guards, written_buffers: Iterable[Buffer], read_buffers: Iterable[Buffer]) -> None:
+        """Guard which of these places hold the same object or memory, because a write through one is visible in the others.
 
         No object that is written to may be found in a place that held another one, nor may one that is read elsewhere be written to here.
+
+        Args:
+            guards: get the guard.
+            written_buffers, read_buffers: state that the program writes to, and all that it reads.
         """
-        own = {id(value) for value, _ in self.held}
-        written = self._written.keys() - own
-        read = (self._by_owner.keys() | self._written.keys()) - own  # the guards and effects keep these objects alive
-        places = [(look, read if id(value) in self._written else written) for value, look in self.held if not isinstance(value, tuple)]
+        held = [(value, look) for value, look in self.held if not isinstance(value, tuple)]
+        own = {id(part) for value, _ in held for part in _memory_of(value)}
+        changed = self._written.keys() | set(map(id, written_buffers))
+        written = changed - own
+        read = (changed | self._by_owner.keys() | set(map(id, read_buffers))) - own  # guards, effects and the program keep these alive
+        places = [(look, read if any(id(part) in changed for part in _memory_of(value)) else written) for value, look in held]
 
         def identities() -> list[int]:
             first: dict[int, int] = {}
             found: list[int] = []
             for look, others in places:
-                value = look()
-                is_other = id(value) in others
-                found.append(-1 if is_other else first.setdefault(id(buffer_of(value) if is_device_tensor(value) else value), len(first)))
+                for part in _memory_of(look()):
+                    found.append(-1 if id(part) in others else first.setdefault(id(part), len(first)))
             return found
 
         expected = identities()
@@ -373,6 +381,11 @@ class Replacements:
 
         if len(places) > 1 or any(others for _, others in places):
             guards.add(check)
+
+
+def _memory_of(value: Any) -> tuple[Any, ...]:
+    """The object, and the buffer of a tensor."""
+    return (value, buffer_of(value)) if is_device_tensor(value) else (value,)
 
 
 def _itself(value: Any) -> Any:

@@ -451,11 +451,14 @@ def _first_varying(args: tuple[Any, ...]) -> Varying | None:
     return next((a for a in (*args, *(i for a in args if is_sequence(a) for i in a)) if isinstance(a, Varying)), None)
 
 
+def only_reads(fn: Any) -> bool:
+    """Whether `fn` only computes from the numbers in a list or tuple, as `sum` does. Operators change or join lists."""
+    return _is_pure(fn) and getattr(fn, "__module__", None) != operator.add.__module__
+
+
 def _is_taken(fn: Any, first: Varying, number: Any) -> bool:
-    """Whether the host computes `fn` of a number, or of a list or tuple of some: operators would change or join these."""
-    if type(number) in (list, tuple):
-        return fn.__module__ != operator.add.__module__ and all(map(first.takes, number))
-    return first.takes(number)
+    """Whether the host computes `fn` of a number, or of a list or tuple of some."""
+    return only_reads(fn) and all(map(first.takes, number)) if type(number) in (list, tuple) else first.takes(number)
 
 
 def _is_searchable(args: tuple[Any, ...]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import call as _call
 from typing import Any
 
@@ -329,10 +330,23 @@ class Trace:
         return taken.leaves, *taken.ordered(refs)
 
     def is_fixed(self, value: Any) -> bool:
-        """Whether a value that the trace found in a place has another role too: it is an argument, or part of what all calls share."""
-        if is_device_tensor(value):
-            return buffer_of(value) in self.arguments.buffers or is_shown_otherwise(value, self.left.leaves)
-        return id(value) in self.shared
+        """Whether a value that the trace found in a place has another role too: it is an argument, or part of what all calls share.
+
+        A tensor also has one if another tensor that the function can reach has the same memory.
+        """
+        if not is_device_tensor(value):
+            return id(value) in self.shared
+        buffer = buffer_of(value)
+        has_other = any(t is not value for t in self._reachable.get(buffer, ()))
+        return has_other or buffer in self.arguments.buffers or is_shown_otherwise(value, self.left.leaves)
+
+    @cached_property
+    def _reachable(self) -> dict[Buffer, list[torch.Tensor]]:
+        """The tensors that the function can reach, by their memory."""
+        found: dict[Buffer, list[torch.Tensor]] = {}
+        for _, tensor in self.found.named_tensors():
+            found.setdefault(buffer_of(tensor), []).append(tensor)
+        return found
 
     def slots(self) -> dict[Buffer, torch.Tensor]:
         """The gradients that each call takes from the leaf tensors, by the gradient's buffer in the trace."""
@@ -369,7 +383,7 @@ class Trace:
             self.known.guard(guards)
         self.torch_state.memory.guard(guards)
         self.torch_state.gradients.guard(guards, recorder.touched.__contains__, slots, self.arguments.owned)
-        replaced.guard(guards)
+        replaced.guard(guards, recorder.written, recorder.reads.values())
         if self.one_call.titles:
             guards.add(self.one_call.guard)
         return guards
