@@ -1,4 +1,4 @@
-# Needs make, Python 3.11 or newer and a package index, nothing else. `make` lists the targets.
+# Needs make, Python 3.11 to 3.14 and a package index, nothing else. `make` lists the targets.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -25,7 +25,7 @@ setup: $(STAMP) ## create .venv with everything installed (does nothing when up 
 
 # torch first and alone: it decides the build (cpu or cuda) from the index at hand, and the rest then resolves around it.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; fix: make setup PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14) and "needs Python 3.11 to 3.14, $(PYTHON) is " + sys.version.split()[0] + "; fix: make setup PYTHON=python3.11")'
 	@echo "setting up $(VENV) (some minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) torch

@@ -24,7 +24,7 @@ import mesh
 from spmd.base._program_files import default_folder
 
 # The lower bounds of pyproject.toml; tests/test_doctor.py compares the two.
-SUPPORTED = {"python": ">=3.11", "torch": ">=2.11", "jax": ">=0.10", "libtpu": ">=0.0.42"}
+SUPPORTED = {"python": ">=3.11,<3.15", "torch": ">=2.11", "jax": ">=0.10", "libtpu": ">=0.0.42"}
 
 # Distributions that take PyTorch's only slot for an out-of-tree device. PyTorch loads such backends when it is imported, if
 # they declare an entry point, so merely installing one can cause a conflict.

@@ -3,7 +3,7 @@
     if not valid.all():                    # `side_that_raises(frame)`: raises if the value is false
         raise ValueError(f"invalid: {x}")
 
-An `assert` is such a branch. A branch whose exception the same function catches is not. Python 3.11 to 3.13.
+An `assert` is such a branch. A branch whose exception the same function catches is not.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _side_that_raises(code: types.CodeType, offset: int) -> tuple[bool, tuple[st
     if index is None:
         return None
     is_negated = instructions[index].opname == "UNARY_NOT"
-    if instructions[index].opname in ("UNARY_NOT", "TO_BOOL"):
+    if instructions[index].opname in ("UNARY_NOT", "TO_BOOL", "COMPARE_OP"):  # since Python 3.13 a comparison may convert to bool itself
         index += 1
     jump = instructions[index]
     if not jump.opname.startswith("POP_JUMP") or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):

@@ -83,6 +83,6 @@ def test_every_use_of_the_devices_is_refused_in_a_fork() -> None:
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_a_worker_of_a_data_loader_raises_it_for_tensors_on_the_devices() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(4.0).to("jax")), batch_size=2, num_workers=1)
+    loader = DataLoader(TensorDataset(torch.arange(4.0).to("jax")), batch_size=2, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match="cannot be used in a forked process"):
         list(loader)

@@ -1,6 +1,5 @@
 """A branch that only gives names new tensors is a choice on the device; one whose block does more is refused."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,6 @@ import spmd
 from tests.grids import line
 from tests.oracle import assert_same, on_device
 
-pytestmark = pytest.mark.skipif(
-    sys.version_info >= (3, 13), reason="from Python 3.13 on a condition is made a bool before the jump: refused"
-)
 FINITE, INFINITE = torch.tensor([1.0, -2.0, 3.0, 0.5]), torch.tensor([1.0, float("inf"), -2.0, float("-inf")])
 
 

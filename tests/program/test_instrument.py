@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spmd.program.reads import _instructions
 from spmd.program.reads._hooks import HOOKS
 from spmd.program.reads._instrument import Instrumenter
 from tests.program.instrumented_forms import FORMS, Derived
@@ -78,6 +79,33 @@ def test_attributes_of_super_are_told() -> None:
     total.__kwdefaults__ = {"scale": 1}
     assert total(Derived(1), 5, scale=2) == Derived(1).total(5, scale=2)
     assert seen == [("super", "total"), ("super", "kind")]
+
+
+def generates(x: int) -> Any:
+    yield x
+
+
+async def awaits(x: int) -> Any:
+    return x
+
+
+async def generates_asynchronously(x: int) -> Any:
+    yield x
+
+
+@pytest.mark.parametrize("fn", [generates, awaits, generates_asynchronously, instrumenter])
+def test_a_stub_takes_the_place_of_the_code_of_its_kind(fn: Any) -> None:
+    stub = instrumenter(Counter()).stub(fn.__code__)
+    kinds = 0x20 | 0x80 | 0x200
+    assert stub.co_flags & kinds == fn.__code__.co_flags & kinds
+
+
+@pytest.mark.parametrize("version", [(3, 15), (4, 0)])
+def test_a_newer_python_is_refused(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_instructions, "VERSION", version)
+    with pytest.raises(RuntimeError, match="compiled steps run on Python 3.11 to 3.14") as caught:
+        instrumenter(Counter())
+    assert f"this is Python {version[0]}.{version[1]}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

@@ -8,6 +8,7 @@ import types
 from contextlib import suppress
 from typing import Any
 
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 
 
@@ -31,6 +32,11 @@ def slots_of(value: Any) -> dict[Any, Any]:
                 with suppress(AttributeError):
                     found[descriptor] = descriptor.__get__(value, type(value))
     return found
+
+
+def is_python_class(cls: type) -> bool:
+    """Whether Python code created the class. Classes of C modules may be heap types too (deque since Python 3.12), but immutable ones."""
+    return cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
 def static_attribute(value: Any, name: str, default: Any = None) -> Any:

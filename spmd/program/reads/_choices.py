@@ -33,11 +33,13 @@ from spmd.device._host_answers import host_answer
 from spmd.device._numbers import NumberNode, carried, needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor, load, recording, wrap
+from spmd.program.reads._instructions import VERSION
 
 _ALLOWED = frozenset(
     (
         *("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "PUSH_NULL", "NOP"),
         *("PRECALL", "CALL", "KW_NAMES", "BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "COMPARE_OP", "BUILD_TUPLE", "STORE_FAST"),
+        "CALL_KW",
     )
 )
 _READ_ALL_LOCALS = ("locals", "vars", "dir", "eval", "exec")
@@ -78,6 +80,8 @@ def blocks(code: list[Any]) -> dict[int, Block]:
         return found
     for index, instr in enumerate(code):
         if isinstance(instr, Instr) and instr.name.startswith("POP_JUMP") and instr.name.endswith(("IF_TRUE", "IF_FALSE")):
+            if VERSION >= (3, 13) and getattr(code[index - 1], "name", "") != "TO_BOOL":  # a condition that is a bool
+                continue
             end = next((i for i in range(index + 1, len(code)) if not _is_allowed(code[i])), len(code))
             names = _assigned(code, index + 1, end) if end < len(code) and code[end] is instr.arg else ()
             if names:
@@ -232,9 +236,11 @@ def before_block(block: Block, hook: Any, jump: Any) -> Iterator[Any]:
     yield from hook("choice", [copy, Instr("LOAD_CONST", block.enters_if, location=at)], at)
     yield from (Instr("SWAP", 2, location=at), Instr("POP_TOP", location=at), Instr("STORE_FAST", token, location=at))
     name = jump.name.replace("IF_TRUE", "IF_FALSE")
-    yield from (Instr("LOAD_FAST", token, location=at), Instr(name, jump.arg, location=at))
+    convert = [] if VERSION < (3, 13) else [Instr("TO_BOOL", location=at)]
+    yield from (Instr("LOAD_FAST", token, location=at), *convert, Instr(name, jump.arg, location=at))
+    checked = "LOAD_FAST" if VERSION < (3, 12) else "LOAD_FAST_CHECK"  # raises for a name that is not bound
     for index, variable in enumerate(block.names):
-        yield from (Instr("LOAD_FAST", variable, location=at), Instr("STORE_FAST", f"{token}.{index}", location=at))
+        yield from (Instr(checked, variable, location=at), Instr("STORE_FAST", f"{token}.{index}", location=at))
 
 
 def after_block(block: Block, hook: Any, at: Any) -> Iterator[Any]:

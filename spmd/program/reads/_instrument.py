@@ -2,7 +2,7 @@
 
 `instrumented(code)` returns the same code with these hooks. Line numbers, names and the signature are unchanged. `stub(code)` returns code
 that has only the signature, and that runs the instrumented code when it is called. So of thousands of functions, only those that run are
-rewritten. Python 3.11 to 3.13.
+rewritten. What differs between versions of Python is in `_instructions`.
 
 A hook receives copies of its operands, so the stack stays as it was. Hooks are of two kinds:
 
@@ -15,32 +15,25 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import bytecode
 from bytecode import BinaryOp, Bytecode
 from bytecode.instr import CellVar, FreeVar
 
-from spmd.program.reads import _choices
+from spmd.program.reads import _choices, _instructions
+from spmd.program.reads._instructions import TO_BOOL, VERSION, Instr
 from spmd.program.reads._special_names import SPECIAL
 
-Instr: Any = bytecode.Instr  # its arguments are typed too narrowly: constants may be any object
-_VERSION = sys.version_info
 _STUB_FLAGS = 0x01 | 0x02 | 0x04 | 0x08 | 0x10  # flags that a stub keeps: optimized, newlocals, varargs, varkeywords, nested
+_KIND_FLAGS = 0x20 | 0x80 | 0x200  # generator, coroutine, async generator: Python 3.13 warns of a `__code__` of another kind
 
 Hooks = dict[str, Callable[..., Any]]
 
-_TRUTH = frozenset(
-    f"{head}{tail}"
-    for head in ("POP_JUMP_", "POP_JUMP_FORWARD_", "POP_JUMP_BACKWARD_", "JUMP_")
-    for tail in ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
-) | {"UNARY_NOT"}
 # instruction -> position of the container whose content it reads, counted from the top of the stack (1)
 _READS_CONTENT = {
-    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "BEFORE_WITH"), 1),
+    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "BEFORE_WITH", "LOAD_SPECIAL"), 1),
     **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"), 1),
     **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE", "GET_YIELD_FROM_ITER"), 1),
     "MATCH_KEYS": 2,
@@ -62,10 +55,12 @@ class Instrumenter:
         """
         Args:
             hooks: the function to call for each name of a hook.
-            on_entry: called by a stub as `on_entry(code, closure, args, kwargs)`; gives the result of the call.
+            on_entry: called by a stub as `on_entry(code, closure, args, values, kwargs)`, `values` being those of keyword-only
+                parameters; gives the result of the call.
         """
         self._hooks = hooks
         self._on_entry = on_entry
+        _instructions.require_known_python()
         self._made: dict[int, types.CodeType] = {}
         self._replacements: dict[int, types.CodeType] = {}  # id of code -> its stub, or its instrumented form once the stub was called
         self._templates: dict[Any, types.CodeType] = {}
@@ -80,6 +75,7 @@ class Instrumenter:
         made = self._made.get(id(code))
         if made is None:
             body = Bytecode.from_code(code, conserve_exception_block_stackdepth=True)
+            body[:] = list(_instructions.plain(body))
             body[:] = list(self._rewritten(body))
             # a hook pops only copies, so this bound holds without following every branch, which would take a third of the time
             depth = 2 * code.co_stacksize + _HOOK_DEPTH
@@ -102,7 +98,7 @@ class Instrumenter:
         return cast(list[types.CodeType], found)
 
     def stub(self, code: types.CodeType) -> types.CodeType:
-        """Code with the signature of `code` that calls `on_entry(code, closure, args, kwargs)`."""
+        """Code with the signature of `code` that calls `on_entry(code, closure, args, values, kwargs)`."""
         made = self._replacements.get(id(code))
         if made is None:
             num_args = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
@@ -110,17 +106,16 @@ class Instrumenter:
             template = self._templates.get(shape)
             if template is None:
                 template = self._templates[shape] = _template(code, self._on_entry)
-            keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
             made = self._replacements[id(code)] = template.replace(
                 co_name=code.co_name,
                 co_qualname=code.co_qualname,
                 co_filename=code.co_filename,
                 co_firstlineno=code.co_firstlineno,
-                co_flags=code.co_flags & _STUB_FLAGS,
+                co_flags=code.co_flags & (_STUB_FLAGS | _KIND_FLAGS),
                 co_varnames=code.co_varnames[:num_args],
                 co_nlocals=num_args,
                 co_freevars=code.co_freevars,
-                co_consts=tuple(_constant(c, code, keywords) for c in template.co_consts),
+                co_consts=tuple(code if isinstance(c, types.CodeType) else c for c in template.co_consts),
             )
             self.stubs.add(id(made))
             self._note(made, code)
@@ -133,19 +128,16 @@ class Instrumenter:
 
     def _hook(self, name: str, operands: list[Any], location: Any) -> list[Any]:
         """Instructions that call a hook and leave its result on the stack; each of `operands` is an instruction that pushes one value."""
-        null, load = Instr("PUSH_NULL", location=location), Instr("LOAD_CONST", self._hooks[name], location=location)
-        head = [null, load] if _VERSION < (3, 13) else [load, null]
-        before = [Instr("PRECALL", len(operands), location=location)] if _VERSION < (3, 12) else []
-        return [*head, *operands, *before, Instr("CALL", len(operands), location=location)]
+        return _instructions.call(Instr("LOAD_CONST", self._hooks[name], location=location), operands, len(operands), location)
 
     def _observe(self, name: str, operands: list[Any], location: Any) -> list[Any]:
         """Instructions that call a hook and drop its result."""
         return [*self._hook(name, operands, location), Instr("POP_TOP", location=location)]
 
     def _rewritten(self, code: Any) -> Iterator[Any]:
-        held: list[Any] = []  # a KW_NAMES waits for its call, so that no hook comes between them
+        held: list[Any] = []  # the names of keywords, or their NULL, wait for their call, so that no hook comes between them
         is_compared = False
-        found = _choices.blocks(code) if _VERSION < (3, 13) else {}  # 3.13 converts a condition to bool before the jump
+        found = _choices.blocks(code)
         ends = {block.end: (block, code[index].location) for index, block in found.items()}
         for index, instr in enumerate(code):
             if index in ends:
@@ -161,10 +153,15 @@ class Instrumenter:
                 yield from (*self._observe("test", [Instr("COPY", 3, location=instr.location)], instr.location),)
                 yield from _choices.before_block(found[index], self._hook, instr)
                 continue
-            if instr.name == "KW_NAMES":
+            if instr.name == "KW_NAMES" or (instr.name == "PUSH_NULL" and _is_call_ex(code[index + 1])):
                 held.append(instr)
                 continue
-            if instr.name in _TRUTH and is_compared:  # the outcome of a comparison is a bool
+            if instr.name == "TO_BOOL" and index + 1 in found:  # the hook of the choice converts
+                continue
+            if instr.name == "CALL" and _instructions.calls_with_self(code, index):
+                yield instr
+                continue
+            if instr.name in TO_BOOL and is_compared:  # the outcome of a comparison is a bool
                 yield instr
                 continue
             if instr.name == "IS_OP" and not (isinstance(code[index - 1], Instr) and code[index - 1].arg is None):
@@ -193,9 +190,9 @@ class Instrumenter:
         if op in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield from self._observe("load_global", [constant(name)], at)
         elif op in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF") and isinstance(arg, FreeVar):
-            yield from self._observe("load_cell", [_cell(arg, at), constant(arg.name)], at)
+            yield from self._observe("load_cell", [_instructions.load_cell(arg, at), constant(arg.name)], at)
         elif op in ("STORE_DEREF", "DELETE_DEREF") and isinstance(arg, FreeVar):
-            yield from self._observe("store_cell", [_cell(arg, at), constant(arg.name)], at)
+            yield from self._observe("store_cell", [_instructions.load_cell(arg, at), constant(arg.name)], at)
         elif op in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             yield from self._observe("store_global", [constant(name)], at)
         elif op in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
@@ -205,9 +202,9 @@ class Instrumenter:
             yield from self._observe("imported", [constant(name), Instr("COPY", 5, location=at)], at)
         elif op in _OF_ATTRIBUTES:
             yield from self._observe(_OF_ATTRIBUTES[op], [*copies(1), constant(name)], at)
-        elif op in ("BINARY_SUBSCR", "BINARY_SLICE"):
+        elif op == "BINARY_SLICE" or _instructions.is_subscript(instr):
             yield from self._item("load_item", op == "BINARY_SLICE", at)
-            instr = Instr("BINARY_SUBSCR", location=at)
+            instr = _instructions.subscript(at)
         elif op == "MATCH_CLASS":
             yield from self._pattern(instr.arg, at)
         elif op in ("BUILD_MAP", "BUILD_SET"):
@@ -225,17 +222,16 @@ class Instrumenter:
         elif op in ("BINARY_OP", "COMPARE_OP"):
             is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
             yield from self._operation("operate_in_place" if is_in_place else "compare" if op == "COMPARE_OP" else "operate", at)
-        elif op in _TRUTH:
+        elif op in TO_BOOL:
             yield from self._observe("test", copies(1), at)
         elif op in _SHOW:  # the format, if there is one, is on top of the value
             yield from self._replaced("shown", 1 + (op == "FORMAT_WITH_SPEC" or (op == "FORMAT_VALUE" and bool(instr.arg & 4))), at)
         elif op in _READS_CONTENT:
             yield from self._observe("read_content", copies(1, _READS_CONTENT[op] - 1), at)
-        elif op in ("PRECALL" if _VERSION < (3, 12) else "CALL", "CALL_KW"):
+        elif op in ("PRECALL" if VERSION < (3, 12) else "CALL", "CALL_KW"):
             yield from self._call(arg, held, at, int(op == "CALL_KW"))
-            held.clear()
         elif op == "CALL_FUNCTION_EX":
-            yield from self._call_ex(2 + (instr.arg & 1), at)
+            yield from self._call_ex(2 + bool(not held if VERSION >= (3, 14) else instr.arg & 1), held, at)
         elif op == "LOAD_CONST" and isinstance(arg, types.CodeType):
             instr = Instr("LOAD_CONST", self.instrumented(arg), location=at)
         yield instr
@@ -247,11 +243,11 @@ class Instrumenter:
             yield from self._hook("super_of", [Instr("COPY", 5, location=at)] * 3, at)
             yield from (Instr("SWAP", 4, location=at), *[Instr("POP_TOP", location=at)] * 3)
         observed = self._observe("load_attr", [Instr("COPY", 3, location=at), Instr("LOAD_CONST", name, location=at)], at)
-        load = Instr("LOAD_ATTR", name if _VERSION < (3, 12) else (False, name), location=at)
+        load = Instr("LOAD_ATTR", name if VERSION < (3, 12) else (False, name), location=at)
         null = Instr("PUSH_NULL", location=at)
         if not is_method:
             yield from (*observed, load)
-        elif _VERSION < (3, 13):
+        elif VERSION < (3, 13):
             yield from (null, Instr("SWAP", 2, location=at), *observed, load)
         else:
             yield from (*observed, load, null)
@@ -270,12 +266,13 @@ class Instrumenter:
         yield from self._hook(name, [Instr("COPY", 4, location=at)] * 2, at)
         yield from (Instr("SWAP", 3, location=at), Instr("POP_TOP", location=at))
 
-    def _call_ex(self, num: int, at: Any) -> Iterator[Any]:
+    def _call_ex(self, num: int, held: list[Any], at: Any) -> Iterator[Any]:
         """As `_call`, for a call with `*args`, and also with `**kwargs` if `num` is 3."""
-        below = [] if _VERSION < (3, 13) else [Instr("COPY", num + 3, location=at)]
+        below = [] if VERSION < (3, 13) else [Instr("COPY", num + 3, location=at)]
         rest = [Instr("COPY", num + 2, location=at)] * (num - len(below))
         yield from self._hook("call_ex", [*below, *rest], at)
-        yield from (Instr("SWAP", num + 1 + bool(below), location=at), Instr("POP_TOP", location=at))
+        yield from (Instr("SWAP", num + 1 + bool(below), location=at), Instr("POP_TOP", location=at), *held)
+        held.clear()
 
     def _replaced(self, name: str, depth: int, at: Any) -> Iterator[Any]:
         """The hook receives the value at this depth of the stack, and returns the value that takes its place."""
@@ -290,24 +287,18 @@ class Instrumenter:
     def _call(self, num_args: Any, held: list[Any], at: Any, num_above: int) -> Iterator[Any]:
         """The hook receives the callable and its arguments, and returns the callable that takes its place."""
         num = num_args + 1
-        if _VERSION < (3, 13):
+        if VERSION < (3, 13):
             operands, depth = [Instr("COPY", num + 2, location=at)] * num, num + 1
         else:  # on the stack: callable, NULL, arguments, names of keywords
             operands = [Instr("COPY", num + 3 + num_above, location=at), *[Instr("COPY", num + 2 + num_above, location=at)] * num_args]
             depth = num + 2 + num_above
         yield from self._hook("call", operands, at)
         yield from (Instr("SWAP", depth, location=at), Instr("POP_TOP", location=at), *held)
+        held.clear()
 
 
-def _cell(variable: FreeVar | CellVar, at: Any) -> Any:
-    return Instr("LOAD_CLOSURE" if _VERSION < (3, 13) else "LOAD_FAST", variable, location=at)
-
-
-def _constant(constant: Any, code: types.CodeType, keywords: tuple[str, ...]) -> Any:
-    """The constant of a stub for `code` in the place of a constant of its template."""
-    if isinstance(constant, types.CodeType):
-        return code
-    return keywords if type(constant) is tuple else constant
+def _is_call_ex(instr: Any) -> bool:
+    return isinstance(instr, Instr) and instr.name == "CALL_FUNCTION_EX" and VERSION >= (3, 14)
 
 
 def _template(code: types.CodeType, on_entry: Callable[..., Any]) -> types.CodeType:
@@ -322,14 +313,13 @@ def _template(code: types.CodeType, on_entry: Callable[..., Any]) -> types.CodeT
     body.argnames = [*code.co_varnames[: num + len(keywords)], *filter(None, (varargs, varkeywords))]
     body.freevars = list(code.co_freevars)
     body.flags = code.co_flags & _STUB_FLAGS
-    load = [Instr("LOAD_CONST", on_entry)]
-    add: list[Any] = [Instr("COPY_FREE_VARS", len(code.co_freevars))] if code.co_freevars else []
-    add += [Instr("RESUME", 0), *([Instr("PUSH_NULL"), *load] if _VERSION < (3, 13) else [*load, Instr("PUSH_NULL")])]
-    add += [Instr("LOAD_CONST", code), *(_cell(FreeVar(n), None) for n in code.co_freevars), Instr("BUILD_TUPLE", len(code.co_freevars))]
-    add += [*(Instr("LOAD_FAST", n) for n in code.co_varnames[:num]), Instr("BUILD_LIST", num)]
-    add += [Instr("LOAD_FAST", varargs), Instr("LIST_EXTEND", 1)] if varargs else []
-    add += [*(Instr("LOAD_FAST", n) for n in keywords), Instr("LOAD_CONST", tuple(keywords)), Instr("BUILD_CONST_KEY_MAP", len(keywords))]
-    add += [Instr("LOAD_FAST", varkeywords), Instr("DICT_UPDATE", 1)] if varkeywords else []
-    add += [Instr("PRECALL", 4)] if _VERSION < (3, 12) else []
-    body.extend([*add, Instr("CALL", 4), Instr("RETURN_VALUE")])
+    head: list[Any] = [Instr("COPY_FREE_VARS", len(code.co_freevars))] if code.co_freevars else []
+    load = [Instr("LOAD_CONST", code)]
+    load += [*(_instructions.load_cell(FreeVar(n)) for n in code.co_freevars), Instr("BUILD_TUPLE", len(code.co_freevars))]
+    load += [*(Instr("LOAD_FAST", n) for n in code.co_varnames[:num]), Instr("BUILD_LIST", num)]
+    load += [Instr("LOAD_FAST", varargs), Instr("LIST_EXTEND", 1)] if varargs else []
+    load += [*(Instr("LOAD_FAST", n) for n in keywords), Instr("BUILD_TUPLE", len(keywords))]
+    load += [Instr("LOAD_FAST", varkeywords) if varkeywords else Instr("BUILD_MAP", 0)]
+    call = _instructions.call(Instr("LOAD_CONST", on_entry), load, 5)
+    body.extend([*head, Instr("RESUME", 0), *call, Instr("RETURN_VALUE")])
     return body.to_code()

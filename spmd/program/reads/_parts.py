@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spmd.program.find._static import attributes_of, slots_of, static_attribute
+from spmd.program.find._static import attributes_of, is_python_class, slots_of, static_attribute
 from spmd.program.reads._library import is_library, is_recorded, keeps_state
 from spmd.program.reads._places import PLAIN
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 WITH_ITEMS = (dict, list, tuple, set, frozenset, collections.deque)
 _VIEWS = (np.ndarray, np.flatiter)
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class created by Python code
 _CONTAINERS = (list, dict, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _NOT_PLAIN = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, type)
 _WITHOUT_CODE = (object, *_CONTAINERS, typing.Generic, typing.Protocol, abc.ABC)
@@ -128,7 +127,7 @@ def is_python(iterator: Any) -> bool:
 
 def base_of(value: Any) -> type:
     """The first base of the class of an object that is written in C: `object` if the object consists of attributes alone."""
-    return next(base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return next(base for base in type(value).__mro__ if not is_python_class(base))
 
 
 def objects_in(value: Any, with_attributes: bool = False, with_tensors: bool = False) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmd.base._errors import TraceError, message
-from spmd.program.find._static import attributes_of
+from spmd.program.find._static import attributes_of, is_python_class
 from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
 from spmd.program.reads._content_places import AttributePlace, content_place
 from spmd.program.reads._host_bytes import host_bytes
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 PROXIES = frozenset(weakref.ProxyTypes)
 VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
 _CALL_TENSORS = ("HostArgument", "HostItem")  # classes of CPU tensors whose values each call provides
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class created by Python code
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
@@ -398,7 +397,7 @@ def resolved(value: Any) -> Any:
 
 
 def _may_change(cls: type) -> bool:
-    return bool(cls.__flags__ & _HEAP_TYPE) and is_recorded(cls.__module__)
+    return is_python_class(cls) and is_recorded(cls.__module__)
 
 
 def is_simple(key: Any) -> bool:

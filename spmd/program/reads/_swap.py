@@ -122,11 +122,12 @@ def _set_codes(functions: list[types.FunctionType], codes: list[types.CodeType])
     deque(map(setattr, functions, itertools.repeat("__code__"), codes), maxlen=0)
 
 
-def _on_entry(code: types.CodeType, closure: tuple[Any, ...], args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A stub was called: run the instrumented code instead.
+def _on_entry(code: types.CodeType, closure: tuple[Any, ...], args: list[Any], values: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A stub was called: run the instrumented code instead. `values` are those of the keyword-only parameters.
 
     The functions with this code get the instrumented code for their next call. A function that `_module_reads` replaces keeps its stub.
     """
+    kwargs = {**dict(zip(code.co_varnames[code.co_argcount :], values, strict=False)), **kwargs}
     if code in REPLACEMENTS:
         original, recording = _original(code), _hooks.now()
         return original(*args, **kwargs) if recording is None else REPLACEMENTS[code](recording, original, *args, **kwargs)

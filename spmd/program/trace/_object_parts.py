@@ -23,13 +23,12 @@ import torch
 
 from spmd.base._torch import pytree
 from spmd.program.find._objects import is_object
-from spmd.program.find._static import attributes_of, slots_of
+from spmd.program.find._static import attributes_of, is_python_class, slots_of
 from spmd.program.reads import Varying, code_of, is_library
 
 # A constructor of the empty object, or None if it can only be created with its parts; (empty object or None, parts) -> object; the parts.
 ObjectParts = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
 
-_HEAP = 1 << 9  # flag of classes that Python code created (Py_TPFLAGS_HEAPTYPE)
 _COLLECTIONS = (collections.Counter, collections.UserDict, collections.UserList, collections.ChainMap)
 _OF_LIBRARIES = ("queue", "threading", "string", "textwrap")  # standard modules whose objects are taken apart too
 _NOT_APART = (threading.Thread, threading.local)
@@ -231,7 +230,7 @@ def _code_parts(value: Any, cls: type) -> ObjectParts | None:
 
 def _object_parts(value: Any, cls: Any) -> ObjectParts | None:
     """The parts of an object: its attributes, its slots, and the items of the builtin container class that it derives from."""
-    own = next((c for c in cls.__mro__ if not c.__flags__ & _HEAP), object)
+    own = next((c for c in cls.__mro__ if not is_python_class(c)), object)
     kind = next((kind for kind in _KINDS if issubclass(own, kind)), None) if own is not object else None
     if own is not object and (kind is None or (own is not kind and kind is not BaseException)):
         return None

@@ -18,12 +18,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from spmd.program.find._static import is_python_class
 from spmd.program.trace._object_parts import RUNNING
 
 _KINDS = (contextvars.ContextVar, threading.local, functools._lru_cache_wrapper)
 _OVER_OTHERS = (itertools.chain, itertools.cycle, itertools.islice, itertools.accumulate, itertools.starmap, itertools.compress)
 _WHILE = (itertools.takewhile, itertools.dropwhile, itertools.filterfalse, itertools.zip_longest, itertools.groupby)
-_HEAP = 1 << 9  # a class made by Python code
 
 
 class OneCall:
@@ -76,7 +76,7 @@ def title_of_uncopied(value: Any) -> str | None:
 
 def is_made_class(cls: type) -> bool:
     """Whether a class statement created `cls` outside of an import."""
-    return bool(cls.__flags__ & _HEAP) and not _is_named(cls)
+    return is_python_class(cls) and not _is_named(cls)
 
 
 def _with_article(kind: type) -> str:
