@@ -52,7 +52,7 @@ def test_a_compiled_function_keeps_its_signature_for_editors(tmp_path: Path) -> 
 def test_the_options_are_spelt_out() -> None:
     options = list(inspect.signature(spmd.compile).parameters)[1:-1]
     assert options == [*inspect.signature(Options).parameters, "dynamic"]  # which decides what step it is, and is no option of a program
-    assert all(f"        {name}: " in (spmd.compile.__doc__ or "") for name in options)
+    assert all(f"\n    {name}: " in inspect.getdoc(spmd.compile) for name in options)
 
 
 @pytest.mark.parametrize(

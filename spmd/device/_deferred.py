@@ -39,6 +39,9 @@ class ByIdentity(NamedTuple):
 
 
 deferring: ContextVar[Deferrer | None] = ContextVar("deferring", default=None)
+calling: ContextVar[Callable[..., Any] | None] = ContextVar(
+    "calling", default=None
+)  # `(kernel, *args, **kwargs)`: how a trace calls a kernel
 
 
 class Deferrable:
@@ -79,7 +82,8 @@ class Deferrable:
             raise fork.error()
         queue = deferring.get()
         if queue is None or recording.get() is not None or keeping.get() is not None:
-            return self.kernel(*args, **kwargs)
+            call = calling.get()
+            return self.kernel(*args, **kwargs) if call is None else call(self.kernel, *args, **kwargs)
         return queue.call(self, args, kwargs)
 
 
@@ -92,4 +96,4 @@ def end_step() -> None:
         queue.boundary()
 
 
-__all__ = ["Deferrable", "Deferrer", "ByIdentity", "deferring", "end_step"]
+__all__ = ["Deferrable", "Deferrer", "ByIdentity", "calling", "deferring", "end_step"]

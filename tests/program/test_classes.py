@@ -200,6 +200,7 @@ def registry() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
     yield lambda: float(numbers[mask].sum()), lambda: mask.__setitem__(1, True)
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape on a NumPy array:DeprecationWarning")
 def test_a_change_of_what_was_looked_up_is_used() -> None:
     reads, changes = zip(*registry(), strict=True)
     step = spmd.compile(lambda x: [x * read() for read in reads], max_retraces=100)

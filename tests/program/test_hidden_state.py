@@ -11,7 +11,7 @@ import sqlite3
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,20 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+OPEN: list[sqlite3.Connection] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    for each in OPEN:
+        each.close()
+
+
 def table() -> sqlite3.Connection:
     made = sqlite3.connect(":memory:")
     made.execute("create table rows (a)")
+    OPEN.append(made)
     return made
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
+from spmd.device._deferred import calling
 from spmd.program.reads._journal import Writes
 from spmd.program.reads._number_calls import identity_operand, is_scalar, known, require_known_name
 from spmd.program.reads._varying import NumbersNeeded, Varying
@@ -31,12 +32,14 @@ def start(recording: Recording) -> Recording | None:
     """Record the code of this thread in `recording`. Returns the recording that was active before."""
     before = _now.get(get_ident())
     _now[get_ident()] = recording
+    calling.set(_call_kernel)
     return before
 
 
 def stop(before: Recording | None) -> None:
     """Make `before` the active recording of this thread again."""
     if before is None:
+        calling.set(None)
         _now.pop(get_ident(), None)
     else:
         _now[get_ident()] = before
@@ -64,6 +67,18 @@ def without_hooks(recording: Recording, fn: Callable[..., Any], *operands: Any) 
             with DisableTorchFunction():
                 return fn(*operands)
         return fn(*operands)
+    finally:
+        recording.is_busy = False
+
+
+def _call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`kernel(*args, **kwargs)` without hooks: jax's and our context managers are `contextlib`'s, which is instrumented."""
+    recording = _now.get(get_ident())
+    if recording is None or recording.is_busy:
+        return kernel(*args, **kwargs)
+    recording.is_busy = True
+    try:
+        return kernel(*args, **kwargs)
     finally:
         recording.is_busy = False
 

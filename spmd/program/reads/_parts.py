@@ -142,12 +142,16 @@ def objects_in(value: Any, with_attributes: bool = False, with_tensors: bool = F
     waiting = [value]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, PLAIN) or id(part) in seen:
+        if id(part) in seen:
             continue
         seen.add(id(part))
-        if with_tensors and isinstance(part, torch.Tensor):
-            yield part
-        elif is_data(part):
+        if isinstance(part, torch.Tensor):  # first: lists of tensors are long
+            if with_tensors:
+                yield part
+            continue
+        if isinstance(part, PLAIN):
+            continue
+        if is_data(part):
             yield part
             if with_attributes:
                 waiting += (*(attributes_of(part) or {}).values(), *slots_of(part).values())
