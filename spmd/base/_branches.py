@@ -124,10 +124,65 @@ def _is_caught(code: types.CodeType, offset: int) -> bool:
     return False
 
 
+def catches(frame: types.FrameType, kinds: Sequence[type[Exception]]) -> bool:
+    """Whether an `except` of the function of `frame` may handle an error of one of these classes, raised where the frame is now.
+
+    A `finally` and a `with` block do not count.
+    """
+    for names in _handlers(frame.f_code, frame.f_lasti):
+        if names is None:
+            return True
+        for name, *attributes in names:
+            found = frame.f_globals.get(name, frame.f_builtins.get(name))
+            for attribute in attributes:
+                found = getattr(found, attribute, None)
+            if not isinstance(found, type) or any(issubclass(found, kind) or issubclass(kind, found) for kind in kinds):
+                return True
+    return False
+
+
+@functools.cache
+def _handlers(code: types.CodeType, offset: int) -> tuple[tuple[tuple[str, ...], ...] | None, ...]:
+    """For each `except` around `offset`: the names of the classes that it handles, each with its attributes; None if it handles all."""
+    instructions = list(dis.get_instructions(code))
+    place = {instruction.offset: i for i, instruction in enumerate(instructions)}
+    entries: Any = dis.Bytecode(code).exception_entries  # pyright: ignore[reportAttributeAccessIssue]
+    found: list[tuple[tuple[str, ...], ...] | None] = []
+    targets = list[int]()
+    while (target := next((e.target for e in entries if e.start <= offset < e.end), None)) is not None and target not in targets:
+        targets.append(offset := target)
+        index: int | None = place[target] + (instructions[place[target]].opname == "PUSH_EXC_INFO")
+        while index is not None:
+            if instructions[index].opname == "POP_TOP":  # a bare `except:`
+                found.append(None)
+                break
+            names, index = _clause(instructions, index)
+            found += [names] if index is not None else []
+            index = None if index is None else place[instructions[index].argval]
+    return tuple(found)
+
+
+def _clause(instructions: Sequence[dis.Instruction], start: int) -> tuple[tuple[tuple[str, ...], ...], int | None]:
+    """The names that one `except` compares, and the index of the jump to the next one; None if no `except` begins at `start`."""
+    names: list[tuple[str, ...]] = []
+    for index, instruction in enumerate(instructions[start:], start):
+        op = instruction.opname
+        if op in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF"):  # a local name is not looked up, so it may be any class
+            names.append((instruction.argval if op in ("LOAD_GLOBAL", "LOAD_NAME") else "",))
+        elif op in ("LOAD_ATTR", "LOAD_METHOD") and names:
+            names[-1] += (instruction.argval,)
+        elif op in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH"):
+            jump = next((i for i in range(index + 1, len(instructions)) if instructions[i].opname.startswith("POP_JUMP")), None)
+            return tuple(names), jump
+        elif op in ("RERAISE", "WITH_EXCEPT_START", "POP_EXCEPT"):
+            break
+    return (), None
+
+
 def _line(instruction: dis.Instruction, last: bool = False) -> int:
     positions: Any = instruction.positions
     found = None if positions is None else positions.end_lineno if last else positions.lineno
     return found or 0
 
 
-__all__ = ["Raising", "side_that_raises"]
+__all__ = ["Raising", "catches", "side_that_raises"]

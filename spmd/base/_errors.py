@@ -54,6 +54,7 @@
         +-- NewContainerTypes                          ... with more classes recognized as containers
     Exception                                          internal: always caught by this package
     +-- _StateComplete                                 an optimizer has all its state
+    +-- NotTaken                                       no pending value can keep an argument until a call ends
     +-- NotALoop                                       repeated equations cannot become one loop
     +-- NotDeferrable                                  an operation cannot be deferred to the end of its step
     +-- _LoweredText                                   a program was lowered only for its text

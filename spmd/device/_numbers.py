@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ class NumberNode:
         integral: the number stands for a Python int (an item of an integer tensor) and promotes like one; torch still sees a float.
         truth: the number stands for a Python bool (an item of a bool tensor); arithmetic converts it to an int, as in Python.
         key: expression that `of_settings` can compute. Numbers with equal keys always evaluate to the same value. None if there is none.
+        operation: (name, operands) of the operation that gave a number that only the device knows; None for others.
+        num_operations: number of operations and items that it follows from.
         as_input: returns, for the key of a number that the host can compute from settings alone, an array that is an input of the
             program; None if the program has no room for further inputs.
     """
@@ -78,6 +81,8 @@ class NumberNode:
         self.boolean = boolean
         self.integral = integral or truth
         self.truth = truth
+        self.operation: tuple[builtins.str, tuple[NumberNode, ...]] | None = None
+        self.num_operations = 1
 
     @property
     def kind(self) -> type:
@@ -254,7 +259,11 @@ def _operator(name: str, fn: Callable[..., Any]) -> None:
             value = partial(_input_or_computed, as_input, on_branch, key, evaluate, compute)
         else:
             value = compute()
-        return NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key, as_input=as_input)
+        made = NumberNode(value, evaluate, on_branch, boolean=name in _COMPARISONS, integral=integral, key=key, as_input=as_input)
+        if evaluate is None:
+            made.operation = name, (self, *others)
+            made.num_operations = 1 + sum(node.num_operations for node in (self, *others))
+        return made
 
     method.__name__ = name
     setattr(NumberNode, name, method)
@@ -364,6 +373,36 @@ for _name in OF_MATH:
     _OPERATORS[f"sym_{_name}"] = partial(_of_math, _name)
 for _name, _fn in _OPERATORS.items():
     _operator(_name, _fn)
+
+
+def in_python(number: torch.SymFloat | torch.SymBool) -> tuple[Callable[..., Any], list[Any]] | None:
+    """The function of Python that gives a number that only the device knows, and its operands: numbers of the program, or Python's.
+
+    The device rounds some operations otherwise (a quotient by a constant), so a result is computed from the items that were read. None for
+    an item, and where there are many operations.
+    """
+    node = number.node
+    if not isinstance(node, NumberNode) or node.operation is None or node.num_operations > _MOST_OPERATIONS:
+        return None
+    name, operands = node.operation
+    fn = _IN_PYTHON.get(name)
+    return None if fn is None else (fn, list(map(_operand, operands)))
+
+
+def _operand(node: NumberNode) -> Any:
+    if node.evaluate is not None and node.key is not None and node.key[0] in _CONSTANTS:
+        return node.evaluate()
+    return torch.SymBool(node) if node.boolean else torch.SymFloat(node)
+
+
+_MOST_OPERATIONS = 32
+_IN_PYTHON: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{"pow_by_natural": operator.pow, "float_truediv": operator.truediv, "float_pow": operator.pow},
+    **{"floor": math.floor, "ceil": math.ceil, "int": int, "min": min, "max": max},
+    **{f"sym_{name}": getattr(math, name) for name in OF_MATH},
+}
 
 
 def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, **kind: Any) -> torch.SymFloat:

@@ -11,7 +11,6 @@ train_step.retraces              # the reason for each retrace
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import time
 import types
@@ -41,7 +40,7 @@ from spmd.program.find._discover import reachable
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
-from spmd.program.reads import PartPlace, changes
+from spmd.program.reads import COLLECTING, PartPlace, changes
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._guards import guard_configured_checks
 from spmd.program.reuse._program_cache import ProgramCache
@@ -220,10 +219,8 @@ class Step(CopiedStep, Generic[P, R]):
         self.num_traces += num_traces
         if failed is not None and num_traces:
             self._note_retrace(failed)
-        self._programs.note_state(
-            [b for b in (*captured.inputs.shared, *captured.state.consts) if b is not None and b not in captured.state.slots]
-        )
-        if captured.inputs.shared:  # the trace has shown that they are state too, so the program is valid for these tensors only
+        self._programs.note_state(captured)
+        if captured.inputs.shared or captured.guarded.reached:  # arguments may be state too: the program is valid for these only
             call = call._replace(key=self._signature(args, kwargs).key)
         self._programs.put(call.key, program)
         return program, call
@@ -248,7 +245,8 @@ class Step(CopiedStep, Generic[P, R]):
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
-        return signature(args, kwargs, self._programs.state, self._settings.holders, self._varying_arguments, self._settings.attributes)
+        settings, programs = self._settings, self._programs
+        return signature(args, kwargs, programs.state, settings.holders, self._varying_arguments, settings.attributes, programs.reached)
 
     def _note_numbers(self, key: Any) -> bool:
         """Make numbers among the arguments inputs if a cached program differs from this call in them alone. Whether there are any."""
@@ -403,13 +401,11 @@ def _counted(count: int, noun: str) -> str:
 @contextmanager
 def uncollected() -> Generator[None]:
     """Disable cyclic garbage collection: a trace keeps most of its objects, and with torch and jax loaded a full collection takes 0.2 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    COLLECTING.suspend()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        COLLECTING.resume()
 
 
 @overload

@@ -145,3 +145,46 @@ def test_an_object_that_is_an_index_may_give_a_number_that_changes() -> None:
     for place.value in range(4):
         found.append(step(torch.arange(4.0).to("jax")).item())
     assert found == [0.0, 2.0, 4.0, 6.0]
+
+
+def cached(maxsize: int) -> dict[str, Any]:
+    """A cached function that counts how often it runs."""
+    state: dict[str, Any] = {"n": 0, "i": 0}
+
+    @functools.lru_cache(maxsize=maxsize)
+    def fn(key: int) -> float:
+        state["n"] += 1
+        return key + 1.0
+
+    return {"fn": fn, "state": state, "lists": functools.lru_cache(maxsize=maxsize)(lambda key: [key])}
+
+
+def next_key(made: dict[str, Any]) -> int:
+    made["state"]["i"] = (made["state"]["i"] + 1) % 2
+    return made["state"]["i"]
+
+
+# the size of the cache, what the function does with it, and what the caller does between calls
+EVICTIONS: dict[str, tuple[int, Callable[[Any], float], Callable[[Any, int], Any]]] = {
+    "all in turn": (2, lambda m: m["fn"](1) + m["fn"](2) + m["fn"](3), lambda m, call: None),
+    "one after another": (1, lambda m: m["fn"](next_key(m)), lambda m, call: None),
+    "between": (2, lambda m: m["fn"](1), lambda m, call: (m["fn"](5), m["fn"](6))),
+    "the least recently used": (2, lambda m: m["fn"](1), lambda m, call: m["fn"](2 + call)),
+    "cleared": (8, lambda m: m["fn"](1), lambda m, call: m["fn"].cache_clear()),
+    "a list that is changed": (8, lambda m: (m["lists"](1).append(1), float(len(m["lists"](1))))[1], lambda m, call: None),
+}
+
+
+@pytest.mark.parametrize("name", list(EVICTIONS))
+def test_what_is_evicted_runs_again(name: str) -> None:
+    maxsize, use, between = EVICTIONS[name]
+
+    def run(wrap: Any, device: str) -> list[Any]:
+        made, found = cached(maxsize), []
+        step = wrap(lambda x: x * use(made))
+        for call in range(6):
+            found.append((step(torch.ones(1, device=device)).item(), made["state"]["n"]))
+            between(made, call)
+        return found
+
+    assert run(lambda fn: spmd.compile(fn, max_retraces=20), "jax") == run(lambda fn: fn, "cpu")

@@ -1,20 +1,36 @@
 """Objects of Python's library that a compiled function changes: attributes that only library code writes, files, locks, objects in C."""
 
+import abc
 import argparse
+import array
 import codecs
+import collections
+import contextlib
+import contextvars
 import csv
+import ctypes
+import decimal
+import functools
 import hashlib
+import hmac
 import io
+import itertools
+import mmap
 import queue
+import re
 import reprlib
+import socket
 import sqlite3
 import sys
 import threading
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +116,177 @@ def test_every_call_changes_what_only_library_code_writes() -> None:
     expected = run(lambda fn: fn, "cpu")
     for got, want in zip(run(lambda fn: spmd.compile(fn, max_retraces=9), "jax"), expected, strict=True):
         assert got == want
+
+
+def added(content: Any) -> int:
+    content += type(content)("i", [2]) if isinstance(content, array.array) else content
+    return len(content)
+
+
+def held(lock: Any, n: int) -> int:
+    lock.acquire()
+    return n + lock._is_owned()
+
+
+def of_abstract(pair: tuple[Any, Any]) -> int:
+    abstract = pair[0]
+    match pair[1]():
+        case abstract():
+            return 2
+        case _:
+            return 1
+
+
+def registered() -> tuple[Any, Any]:
+    return abc.ABCMeta("Abstract", (), {}), type("Concrete", (), {})
+
+
+def generic() -> Any:
+    return functools.singledispatch(lambda value: 1)
+
+
+def printed(f: io.StringIO, n: int) -> int:
+    with contextlib.redirect_stdout(f):
+        print(n)
+    return len(f.getvalue())
+
+
+def set_to(error: BaseException, n: int) -> int:
+    error.args = (n,)
+    return error.args[0]
+
+
+# what is made, what the function does with it and a counter, what the caller does between calls, what is looked at after a call
+HELD_IN_C: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "array +=": (lambda: array.array("i", [1]), lambda a, n: added(a), lambda a: None, list),
+    "array, between": (lambda: array.array("i", [1]), lambda a, n: len(a), lambda a: a.append(1), list),
+    "view made in the function": (lambda: bytearray(b"ab"), lambda b, n: memoryview(b)[0], lambda b: b.insert(0, 7), bytes),
+    "decompressor's end": (zlib.decompressobj, lambda z, n: 1 + z.eof, lambda z: z.eof or z.decompress(zlib.compress(b"a")), lambda z: 0),
+    "changes of a database": (table, lambda t, n: t.total_changes, lambda t: t.execute("insert into rows values (1)"), lambda t: 0),
+    "lines of a reader": (lambda: csv.reader(["1"] * 9), lambda r, n: r.line_num, next, lambda r: 0),
+    "text of an element": (
+        lambda: ElementTree.fromstring("<a>1</a>"),
+        lambda e, n: (setattr(e, "text", f"{e.text}1"), int(e.text))[1],
+        lambda e: None,
+        lambda e: e.text,
+    ),
+    "attribute of an element": (
+        lambda: ElementTree.fromstring("<a b='1'/>"),
+        lambda e, n: int(e.attrib["b"]),
+        lambda e: e.set("b", e.get("b") + "1"),
+        lambda e: 0,
+    ),
+    "recursive lock": (threading.RLock, held, lambda lock: None, lambda lock: lock._is_owned()),
+    "text of a lock": (threading.Lock, lambda lock, n: len(repr(lock)), lambda lock: lock.acquire(blocking=False), lambda lock: 0),
+    "printed to a file in memory": (io.StringIO, printed, lambda f: None, lambda f: f.getvalue()),
+    "closed between": (io.StringIO, lambda f, n: 1 + f.closed, lambda f: f.close(), lambda f: 0),
+    "arguments of an exception": (lambda: ValueError(1), set_to, lambda e: None, lambda e: e.args),
+    "arguments of an exception, between": (lambda: ValueError(1), lambda e, n: e.args[0], lambda e: setattr(e, "args", (5,)), lambda e: 0),
+    "cause of an exception": (
+        lambda: ValueError(1),
+        lambda e, n: 1 + (e.__cause__ is None),
+        lambda e: setattr(e, "__cause__", KeyError()),
+        lambda e: 0,
+    ),
+    "registered between": (registered, lambda pair, n: of_abstract(pair), lambda pair: pair[0].register(pair[1]), lambda pair: 0),
+    "implementation": (generic, lambda f, n: f.dispatch(int)(3), lambda f: f.register(int, lambda value: 2), lambda f: 0),
+    "children of a seed": (lambda: np.random.SeedSequence(0), lambda s, n: 1 + s.n_children_spawned, lambda s: s.spawn(1), lambda s: 0),
+    "state of a generator": (
+        lambda: np.random.PCG64(0),
+        lambda bits, n: bits.state["state"]["state"] % 1000,
+        lambda bits: bits.random_raw(),
+        lambda bits: 0,
+    ),
+    "array of C": (lambda: (ctypes.c_int * 2)(1, 2), lambda a, n: (ctypes.memset(a, n, 1), a[0])[1], lambda a: None, list),
+    "item of an array of C": (lambda: (ctypes.c_int * 2)(1, 2), lambda a, n: (a.__setitem__(0, n), a[0])[1], lambda a: None, list),
+    "context of decimals": (
+        lambda: decimal.Context(prec=5),
+        lambda c, n: float(c.divide(decimal.Decimal(1), 3)),
+        lambda c: setattr(c, "prec", 2),
+        lambda c: 0,
+    ),
+    "proxy of a mapping": (
+        lambda: collections.ChainMap({"a": 1}),
+        lambda d, n: types.MappingProxyType(d)["a"],
+        lambda d: d.__setitem__("a", 3),
+        lambda d: 0,
+    ),
+    "parts of a partial function": (
+        lambda: functools.partial(max, 2),
+        lambda f, n: f(0),
+        lambda f: f.__setstate__((max, (4,), {}, {})),
+        lambda f: 0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(HELD_IN_C))
+def test_state_in_c_is_read_and_written_as_in_python(name: str) -> None:
+    make, use, between, look = HELD_IN_C[name]
+
+    def run(wrap: Any, device: str) -> list[Any]:
+        made, count, found = make(), [0], []
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            count[0] += 1
+            return x * use(made, count[0])
+
+        step = wrap(fn)
+        for _ in range(4):
+            found.append((step(torch.ones(1, device=device)).item(), look(made)))
+            between(made)
+        return found
+
+    assert run(lambda fn: spmd.compile(fn, max_retraces=9), "jax") == run(lambda fn: fn, "cpu")
+
+
+def starred(items: Iterator[int]) -> int:
+    first, *_ = items
+    return first
+
+
+# what no call can repeat or check: what is made before the call, and what the function does with it
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "closed": (io.StringIO, lambda f: f.close()),
+    "closed by a block": (io.BytesIO, lambda f: contextlib.ExitStack().enter_context(f).close()),
+    "a file over one in memory": (lambda: io.TextIOWrapper(io.BytesIO()), lambda f: f.write("a")),
+    "released": (lambda: memoryview(bytearray(b"a")), lambda m: m.release()),
+    "a writer inside an object": (lambda: csv.DictWriter(io.StringIO(), ["a"]), lambda w: w.writerow({"a": 1})),
+    "a hash inside an object": (lambda: hmac.new(b"k", digestmod="sha256"), lambda h: h.update(b"a")),
+    "the length of an element": (lambda: ElementTree.Element("a"), len),
+    "an item of an element": (lambda: ElementTree.fromstring("<a><b/></a>"), lambda e: e[0].tag),
+    "a pointer": (lambda: ctypes.pointer(ctypes.c_int(1)), lambda p: p.contents.value),
+    "a memory map": (lambda: mmap.mmap(-1, 16), lambda m: m[0]),
+    "a socket": (socket.socket, lambda s: s.gettimeout()),
+    "a context": (contextvars.copy_context, lambda c: c.run(len, "a")),
+    "a scanner": (lambda: cast(Any, re.compile("a")).scanner("aa"), lambda s: s.search()),
+    "a starred iterator": (lambda: iter([1, 2]), lambda it: [*it]),
+    "an unpacked iterator": (lambda: iter([1, 2]), starred),
+    "a searched iterator": (lambda: iter([1, 2]), lambda it: 1 in it),
+    "the text of an iterator": (itertools.count, lambda it: f"{it}"),
+    "the frame of a generator": (lambda: (i for i in range(3)), lambda g: g.gi_frame),
+    "an array's size": (lambda: np.zeros(2), lambda a: a.resize(3, refcheck=False)),
+    "a registration": (registered, lambda pair: pair[0].register(pair[1])),
+    "flags of decimals": (decimal.getcontext, lambda c: c.flags[decimal.Inexact]),
+    "a token": (lambda: VARIABLE.set(1), lambda token: VARIABLE.reset(token)),
+}
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("VARIABLE", default=0)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_no_call_can_repeat_or_check_is_refused_by_name(name: str) -> None:
+    make, use = REFUSED[name]
+    before = make()
+    with pytest.raises(spmd.TraceError, match="depends on a value that later calls cannot check"):
+        spmd.compile(lambda x: (use(before), x * 2)[1])(torch.ones(1, device="jax"))
+    if isinstance(before, socket.socket):
+        before.close()
+
+
+def test_a_memory_map_of_numpy_is_an_array(tmp_path: Path) -> None:
+    values = np.memmap(tmp_path / "values", "f4", "w+", shape=(2,))
+    step = spmd.compile(lambda x: (values.__setitem__(0, values[0] + 1), x * float(values[0]))[1])
+    assert [(step(torch.ones(1, device="jax")).item(), float(values[0])) for _ in range(3)] == [(1, 1), (2, 2), (3, 3)]
 
 
 HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

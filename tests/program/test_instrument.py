@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import bytecode
 import pytest
 import torch
 
@@ -14,14 +15,21 @@ import spmd
 from spmd.program.reads import _hooks, _instructions
 from spmd.program.reads._hooks import HOOKS
 from spmd.program.reads._instrument import Instrumenter
+from spmd.program.reads._pending_texts import f_string
 from tests.program.instrumented_forms import FORMS, Derived
 
-REPLACING = {
+
+def f_string_of(value: Any, spec: Any, conversion: int, is_part: bool) -> Any:
+    return f_string(value, spec, conversion)
+
+
+REPLACING: dict[str, Callable[..., Any]] = {
     "call": lambda fn, *rest: fn,
     "call_ex": lambda fn, *rest: fn,
     "match_class": lambda value, *rest: value,
     "as_key": lambda key: key,
-    "shown": lambda value: value,
+    "formatted": f_string_of,
+    "joined": lambda *parts: "".join(parts),
     "contains": lambda item, holder: item,
     "compare": lambda left, right: left,
     "operate": lambda left, right: left,
@@ -129,3 +137,36 @@ def test_what_a_kernel_does_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
         spmd.compile(lambda x: torch.special.i1e(x).logcumsumexp(0))(x)
         counts.append(told.call_count)
     assert counts[1] == counts[2] - counts[1] > 0
+
+
+PARTS: dict[str, tuple[Callable[..., str], int]] = {
+    "all": (lambda a, b: f"{a} and {b:.2f}", 2),
+    "alone": (lambda a, b: f"{a:.2f}", 0),
+    "inside": (lambda a, b: f"<{f'{a:.1f}'} {b}>", 2),
+    "taken by a method": (lambda a, b: f"<{f'{a:.1f}'.upper()} {b}>", 2),
+    "taken by a call": (lambda a, b: f"<{len(f'{a:.1f}')} {b}>", 2),
+    "taken by an operator": (lambda a, b: f"<{'x' + f'{a:.1f}'} {b}>", 2),
+    "format": (lambda a, b: f"{a:{b}.{b}f}", 2),
+    "after a condition": (lambda a, b: f"{a} {a if b else b} {b}", 2),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_texts_that_become_a_part_of_a_longer_one_are_found(name: str) -> None:
+    fn, num = PARTS[name]
+    code = list(_instructions.plain(list(bytecode.Bytecode.from_code(fn.__code__))))
+    assert len(_instructions.parts_of_texts(code)) == num
+
+
+@pytest.mark.parametrize(
+    ("name", "arg", "expected"),
+    [
+        ("FORMAT_VALUE", 0, (1, "", 0)),
+        ("FORMAT_VALUE", 6, (2, "", 2)),
+        ("FORMAT_SIMPLE", None, (1, "", 0)),
+        ("FORMAT_WITH_SPEC", None, (2, "", 0)),
+        ("CONVERT_VALUE", 3, (1, None, 3)),
+    ],
+)
+def test_an_instruction_of_an_f_string_is_read_as_its_documentation_says(name: str, arg: int | None, expected: Any) -> None:
+    assert _instructions.format_of(types.SimpleNamespace(name=name, arg=arg)) == expected

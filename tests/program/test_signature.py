@@ -135,3 +135,15 @@ def test_what_would_go_stale_is_refused(kind: str) -> None:
     with pytest.raises(spmd.TraceError) as raised:
         spmd.compile(fn)(argument)
     assert text in str(raised.value) and "fix:" in str(raised.value)
+
+
+def test_equal_keys_and_ranges_of_another_kind_are_not_the_same() -> None:
+    kind = spmd.compile(lambda x, table: x * len(type(next(iter(table))).__name__))
+    held = {"range": range(0)}
+    start = spmd.compile(lambda x: x * (held["range"].start + 1))
+    x = torch.ones(1, device="jax")
+    assert [kind(x, {key: 1}).item() for key in (1, True, 1.0, 1)] == [3, 4, 5, 3]
+    found = []
+    for held["range"] in (range(0), range(5, 5), range(0)):
+        found.append(start(x).item())
+    assert found == [1, 6, 1]

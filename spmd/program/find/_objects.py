@@ -135,6 +135,7 @@ class EmptyContainers:
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._objects = [leaf for leaf in leaves if _may_hold(leaf)]
         self._before = _flattened(None, self._objects, _may_hold)
+        self._holders = {id(o) for o in self._before.objects if is_holder(o)}  # inside others, which hold a module
 
     def require_empty(self) -> None:
         """Check after a trace that they still have no tensors.
@@ -143,7 +144,7 @@ class EmptyContainers:
             NewContainerTypes: they have. Their contents are restored first.
         """
         now = _flattened(None, self._objects, _may_hold).objects if self._objects else []
-        classes = frozenset(type(o) for o in now if is_holder(o))
+        classes = frozenset(type(o) for o in now if id(o) not in self._holders and is_holder(o))
         if classes:
             unflatten(self._before.leaves, self._before.tree, self._before.objects)
             raise NewContainerTypes(classes)

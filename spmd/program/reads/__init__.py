@@ -40,7 +40,9 @@ from spmd.program.reads._library import is_library
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace, ObjectPlace, PartPlace, with_inputs
 from spmd.program.reads._parts import is_data, objects_in
+from spmd.program.reads._pending import Pending
 from spmd.program.reads._places import PLAIN, Place, shown
+from spmd.program.reads._questions import COLLECTING
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, Replacements, changes, touched_by
 from spmd.program.reads._swap import code_of, recorded_together
@@ -49,6 +51,7 @@ from spmd.program.reads._varying_index import ViewNeeded
 
 __all__ = [
     "ABSENT",
+    "COLLECTING",
     "INPUT",
     "LENGTH",
     "PLAIN",
@@ -60,6 +63,7 @@ __all__ = [
     "PartPlace",
     "Numbers",
     "NumbersNeeded",
+    "Pending",
     "Place",
     "Recording",
     "RunModule",

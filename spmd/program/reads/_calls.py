@@ -12,29 +12,29 @@ import copy
 import dataclasses
 import datetime
 import functools
-import itertools
+import io
+import logging
 import math
 import operator
 import os
 import random
+import sys
 import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.device._numbers import is_of_host
+from spmd.program.reads._c_methods import note_c_method, refused
 from spmd.program.reads._classes import ask_classes, ask_names
-from spmd.program.reads._container_methods import CONTAINERS, STORE, note_method, update
-from spmd.program.reads._hidden_state import has_hidden_state, is_output, lock_setting
+from spmd.program.reads._container_methods import CONTAINERS, STORE, update
+from spmd.program.reads._hidden_state import IN_MEMORY, is_output
 from spmd.program.reads._journal import is_environment
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._membership import lookup
@@ -53,8 +53,10 @@ from spmd.program.reads._number_calls import (
 from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import is_sized
-from spmd.program.reads._process_settings import SETTINGS, questions_of_call
-from spmd.program.reads._random_generators import GLOBAL_RANDOM, exact_state
+from spmd.program.reads._pending_calls import for_pending
+from spmd.program.reads._process_settings import questions_of_call, setting_of_call
+from spmd.program.reads._questions import INSTEAD, why_not_repeated
+from spmd.program.reads._random_generators import exact_state
 from spmd.program.reads._varying import (
     NumberMethod,
     NumbersNeeded,
@@ -97,29 +99,7 @@ _CONCURRENT = {  # functions that run code in another thread or process, by pack
     "os": ("popen",),
     os.name: ("system",),
 }
-_LOCK = type(threading.Lock())
 _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
-
-
-def refused(what: str) -> TraceError:
-    """The error for something that a program cannot repeat in each call.
-
-    Args:
-        what: names it, as in "time.time(): a clock".
-    """
-    return TraceError(
-        message(
-            f"the compiled function depends on a value that later calls cannot check: {what}",
-            *called_at(),
-            "the program would use the same value in every call",
-            fix="compute it before the call and pass it as an argument",
-        )
-    )
-
-
-def is_endless(iterator: Any) -> bool:
-    """Whether an iterator gives the same value forever, so that advancing it changes nothing."""
-    return isinstance(iterator, itertools.repeat) and operator.length_hint(iterator, -1) == -1  # one without `times` has no length
 
 
 _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
@@ -148,8 +128,10 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
         return functools.partial(note_call(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
     recording.ask_all((*questions_of_call(fn, args), *questions_of_files(fn, args)))
-    if (setting := SETTINGS.get(id(fn))) is not None:
+    if (setting := setting_of_call(fn, args)) is not None:
         recording.set_setting(setting)
+    if (instead := INSTEAD.get(id(fn))) is not None:
+        return instead
     if kind is types.MethodType and isinstance(fn.__func__, (types.MethodDescriptorType, types.WrapperDescriptorType)):  # in C
         _record(recording, fn.__func__, (fn.__self__, *args))
     elif kind is types.MethodType:
@@ -163,12 +145,14 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         _builtin_function(recording, fn, args)
     elif kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
         if args:
-            _c_method(recording, args[0], fn.__name__, args[1:])
+            note_c_method(recording, args[0], fn.__name__, args[1:])
     elif isinstance(fn, type):
         _class_call(recording, fn, args)
         if fn in (dict, set, frozenset) and any(map(_lists_varying, args)):
             return lambda *given, **options: with_fixed_keys(fn(*given, **options))
     elif isinstance(fn, functools.partial):
+        for part in ("func", "args"):
+            recording.read_c_attribute(fn, part)
         recording.read_content(recording.owned(fn, fn.keywords))
         note_call(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
     elif kind is operator.methodcaller and args:
@@ -190,7 +174,9 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
 
 def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
-    if (instead := with_key_function(recording, fn, args) or _call_with_varying(recording, fn, args)) is not None:
+    if (instead := for_pending(recording, fn, args, _takes_varying, _record) or with_key_function(recording, fn, args)) is not None:
+        return instead
+    if (instead := _call_with_varying(recording, fn, args)) is not None:
         return instead
     if fn is len and len(args) == 1 and is_sized(args[0]):
         return recording.read_length
@@ -289,9 +275,17 @@ def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[A
         return
     if fn.__module__ in _NOT_REPEATED:
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
-    if fn.__module__ == "os" and fn.__name__ == "getenv":
+    if fn.__module__ == "os" and fn.__name__ in ("getenv", "getenvb"):
         recording.read_content(fn.__globals__["environ"])
-    _refuse_concurrency(fn)
+    _refuse_by_name(fn)
+    if fn is logging.addLevelName:
+        for names in (logging._levelToName, logging._nameToLevel):
+            recording.mutate(recording.owned(logging, names))
+    if fn.__name__ == "register" and fn.__module__ == "abc" and not issubclass(args[1], args[0]):
+        raise refused(f"{args[0].__qualname__}.register({args[1].__qualname__}): no call can undo it")
+    if fn.__name__ == "dispatch" and fn.__module__ == "functools":
+        for cell in fn.__closure__ or ():
+            recording.read_content(cell.cell_contents)
     if args:
         _note_method(recording, fn.__name__, args[0])
     recording.ask(fn, question_of(fn, args))
@@ -301,7 +295,9 @@ def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[A
             recording.read_deep(arg, asks_identity=not (fn in _COPY or fn.__name__ in ("_replace", "_asdict")))
 
 
-def _refuse_concurrency(fn: Any) -> None:
+def _refuse_by_name(fn: Any) -> None:
+    if (why := why_not_repeated(fn.__name__, fn.__module__ or "")) is not None:
+        raise refused(f"{fn.__module__}.{fn.__qualname__}(): {why}")
     if fn.__name__ in _CONCURRENT.get((fn.__module__ or "").partition(".")[0], ()):
         raise refused(f"{fn.__module__}.{fn.__qualname__}(): code that runs in another thread, event loop or process")
 
@@ -312,6 +308,8 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
         recording.mutate(owner)
     if name in ("getstate", "get_state") and isinstance(owner, (random.Random, np.random.RandomState)):
         recording.ask_all([((id(owner), name), f"{type(owner).__name__}.{name}()", functools.partial(exact_state, owner))])
+    if isinstance(owner, logging.Filterer):
+        _note_logging(recording, name, owner)
     if isinstance(owner, threading.Event):
         recording.load_attr(owner, "_flag")
         if name in ("set", "clear"):
@@ -323,24 +321,35 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
                     recording.delete_item(registry, handle.id)
 
 
+def _note_logging(recording: Recording, name: str, owner: Any) -> None:
+    """Record the writes of methods that configure a logger or handler. What others do is output."""
+    if name == "setLevel":  # also drops what loggers have cached
+        recording.journal.setting(owner, "level", f"the level of {owner!r}", lambda: owner.level, owner.setLevel)
+    elif name in ("addHandler", "removeHandler", "addFilter", "removeFilter"):
+        recording.mutate(owner.handlers if name.endswith("Handler") else owner.filters)
+    elif name == "setFormatter":
+        recording.store_attr(owner, "formatter")
+
+
 def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
     """Record a call of a builtin function, or of a builtin method bound to its object."""
     owner = fn.__self__
     if id(fn) in _NO_READS:
         if fn is builtins.id:
+            recording.require_no_key(*args)
             recording.ask_identity(*args)
         if args and fn in _ASK_CLASSES:
             ask_classes(recording, fn, args)
         return
     if (
-        id(fn) in _CLOCKS
+        (id(fn) in _CLOCKS and not (args and args[0] is not None and fn in (time.localtime, time.gmtime, time.ctime)))
         or fn is os.urandom
         or (fn in (time.strftime, time.asctime) and len(args) == (fn is time.strftime))
         or (isinstance(owner, type) and issubclass(owner, datetime.date) and fn.__name__ in ("now", "utcnow", "today"))
     ):
         raise refused(f"{fn.__qualname__}(): {'random numbers of the host' if fn is os.urandom else 'a clock'}")
     if owner is None or isinstance(owner, types.ModuleType):
-        _refuse_concurrency(fn)
+        _refuse_by_name(fn)
         _module_function(recording, fn, args)
     elif isinstance(owner, type):
         if owner is object and fn.__name__ == "__new__":
@@ -350,7 +359,7 @@ def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
         for arg in args:
             recording.read_deep(arg)
     else:
-        _c_method(recording, owner, fn.__name__, args)
+        note_c_method(recording, owner, fn.__name__, args)
 
 
 def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> None:
@@ -358,6 +367,7 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
     args: Any = given
     recording.ask(fn, question_of(fn, args))
     if fn is builtins.hash:
+        recording.require_no_key(*args)
         recording.ask_identity(*args)
     elif (fn is operator.is_ or fn is operator.is_not) and len(args) == 2:
         recording.note_pair(*args)
@@ -382,6 +392,8 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
         for arg in args:
             recording.iterate(arg)
     else:
+        if fn is builtins.print and isinstance(sys.stdout, IN_MEMORY) and not any(isinstance(arg, io.IOBase) for arg in args):
+            recording.mutate(sys.stdout)
         for arg in args:
             if not (fn is builtins.print and is_output(arg, "write")):
                 recording.read_deep(arg)
@@ -415,69 +427,3 @@ def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
         recording.read_special_methods(cls)
         for name in ("__new__", "__init__"):
             recording.load_attr(cls, name)
-
-
-class ContextNeeded(TraceAgain):
-    """A context variable without a value is set, which only a token could undo: trace again in a copy of the context."""
-
-    def other_settings(self, settings: Any) -> Any:
-        return replace(settings, has_own_context=True)
-
-
-def _c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
-    """Record a call of a method of `owner` that is C code."""
-    kind = type(owner)  # `isinstance` would read the object's `__class__`, which may be user code
-    if issubclass(kind, CONTAINERS) and not issubclass(kind, np.ndarray):
-        note_method(recording, owner, name, args)
-        return
-    if kind is ContextVar:
-        if name != "get" and owner.get(recording) is recording and not recording.has_own_context:
-            raise ContextNeeded
-        recording.read_content(owner) if name == "get" else recording.journal.content(owner, owner.name)
-    elif (
-        issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)) and owner is not GLOBAL_RANDOM
-    ):
-        if name not in ("getstate", "get_state"):
-            raise refused(f"{type(owner).__name__}.{name}(): random numbers of the host")
-    elif issubclass(kind, (np.flatiter, memoryview)) and name == "__setitem__":
-        recording.mutate(owner)
-    elif kind is functools._lru_cache_wrapper and name in ("cache_info", "cache_clear"):
-        raise refused(f"{owner.__qualname__}.{name}(): the earlier calls of a cached function")
-    elif has_hidden_state(kind):
-        recording.advanced.setdefault(id(owner), (owner, f"changed by {name}(), which no other call sees"))
-    elif kind is _LOCK:
-        read, put = lock_setting(owner)
-        recording.ask(owner, ((id(owner), "locked"), f"{recording._title(owner)}.locked()", read))
-        recording.journal.setting(owner, "locked", "a lock", read, put)
-    elif issubclass(kind, Iterator):
-        if not is_output(owner, name):
-            recording.advance(owner, f"advanced by {name}()")
-    elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
-        recording.load_attr(owner, args[0])
-    elif name in ("__setattr__", "__delattr__") and args and isinstance(args[0], str):
-        if issubclass(kind, type):
-            recording.store_attr(owner, args[0])
-        else:
-            recording._store_attribute(owner, args[0])
-            return  # it stores the value as it is
-    elif issubclass(kind, np.ndarray):
-        recording.read_content(owner)
-        if name in _WRITES_OF_ARRAYS or name in INPLACE:
-            recording.mutate(owner)
-    elif kind is types.MappingProxyType:
-        recording.read_content(owner)
-    elif not issubclass(kind, torch.Tensor):
-        if not is_recorded(kind.__module__):
-            recording.read_deep(owner)
-        elif name not in ("__init__", "__new__"):
-            recording.ask_identity(owner)  # `__hash__`, `__eq__`
-    else:
-        recording.read_content(owner)
-    for arg in args:
-        recording.read_deep(arg)
-
-
-_WRITES_OF_ARRAYS = frozenset(("fill", "sort", "partition", "put", "itemset", "resize", "setfield", "byteswap", "setflags", "__setitem__"))
-INPLACE = frozenset(
-    f"__i{name}__" for name in ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "xor", "or"]
-)

@@ -40,6 +40,7 @@ _TAKE_ALL = frozenset(f"{name}_update" for name in ("difference", "intersection"
 def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
     """Record a call of a container's own method in C: of a dict, list, set, deque, bytearray or array."""
     if name in _KEYED and args:
+        recording.require_no_key(args[0])
         recording.ask_identity(args[0])
     if isinstance(owner, dict) and name in ("get", "__getitem__", "__contains__", "setdefault") and args:
         if name == "__contains__":
@@ -52,6 +53,9 @@ def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ..
         recording.journal.entry(owner, args[0], recording._title(owner))
     elif isinstance(owner, list) and name == "append":
         recording.journal.append(owner, args[0], list.append, recording._title(owner))
+    elif isinstance(owner, list) and name == "extend" and type(args[0]) in (list, tuple) and args[0] is not owner:
+        for item in args[0]:
+            recording.journal.append(owner, item, list.append, recording._title(owner))
     elif isinstance(owner, collections.deque) and name == "append" and owner.maxlen is None:
         recording.journal.append(owner, args[0], collections.deque.append, recording._title(owner))
     elif isinstance(owner, set) and name == "add":
@@ -62,6 +66,8 @@ def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ..
         recording.mutate(owner)
     if name not in STORE and name not in _BY_PLACE:
         recording.ask_identity(owner, *args)
+        for arg in args:  # `index`, `remove`
+            recording.require_no_key(arg)
     for arg in args if name in _TAKE_ALL else ():
         recording.advance(arg, f"passed to {name}()") if isinstance(arg, Iterator) else recording.read_content(arg)
 

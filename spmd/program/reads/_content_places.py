@@ -63,7 +63,9 @@ def _reader_of(value: Any) -> Callable[[], Any] | None:
         return lambda: tuple(value.ravel().tolist())
     if isinstance(value, np.ndarray):
         return lambda: (value.shape, value.dtype.str, value.tobytes(), value.flags.writeable)
-    if isinstance(value, (bytearray, memoryview, array.array)):
+    if isinstance(value, memoryview):
+        return lambda: _bytes_of(value)
+    if isinstance(value, (bytearray, array.array)):
         return lambda: bytes(value)
     if isinstance(value, IN_MEMORY):
         return lambda: stream_content(value)
@@ -76,6 +78,13 @@ def _reader_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, threading.local):
         return threading.get_ident  # each thread has its own attributes
     return None
+
+
+def _bytes_of(view: memoryview) -> Any:
+    try:
+        return bytes(view)
+    except ValueError:  # released
+        return ABSENT
 
 
 def _definition(fn: types.FunctionType) -> tuple[Any, ...]:

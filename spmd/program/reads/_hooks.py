@@ -16,7 +16,10 @@ import torch
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
 from spmd.device._deferred import calling
 from spmd.program.reads._journal import Writes
-from spmd.program.reads._number_calls import identity_operand, is_scalar, known, require_known_name
+from spmd.program.reads._number_calls import identity_operand, known, require_known_name
+from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._pending import Pending, has_items, item_of
+from spmd.program.reads._pending_texts import f_string, formatted, joined
 from spmd.program.reads._varying import NumbersNeeded, Varying
 
 if TYPE_CHECKING:
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 _now: dict[int, Recording] = {}  # by id of the thread
 
 # types of immutable values
-QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range})
+QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range, Pending})
+_MAY_BE_PENDING = (tuple, Pending)
 
 
 def start(recording: Recording) -> Recording | None:
@@ -116,6 +120,14 @@ def _item_hook(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     return hook
 
 
+def _load_item(holder: Any, key: Any) -> tuple[Any, Any]:
+    recording = _now.get(get_ident())
+    if type(key) in (int, str) or recording is None or recording.is_busy or not has_items(holder, key):
+        return _load_known_item(holder, key)
+    without_hooks(recording, recording.read_content, holder)
+    return 0, (item_of(holder, key),)
+
+
 def _load_attr(instance: Any, name: str) -> None:
     if type(instance) not in QUIET:
         recording = _now.get(get_ident())
@@ -144,8 +156,7 @@ def _identity(left: Any, right: Any) -> Any:
         return left
     if isinstance(left, bool) or isinstance(right, bool):
         return without_hooks(recording, identity_operand, left, right)
-    recording.note_pair(left, right)
-    return left
+    return recording.identical(left, right)
 
 
 def _read_content(value: Any) -> None:
@@ -162,15 +173,31 @@ def _test(value: Any) -> None:
             without_hooks(recording, recording.test, value)
 
 
-def _shown(value: Any) -> Any:
-    """Before a value is converted to text. Returns the value to convert: a program number has no format of its own."""
-    if type(value) in QUIET and type(value) is not tuple:
-        return value
+def _formatted(value: Any, spec: Any, conversion: int, is_part: bool) -> Any:
+    """The text of one value of an f-string."""
     recording = _now.get(get_ident())
-    if recording is None or recording.is_busy:
-        return value
+    if (
+        recording is None
+        or recording.is_busy
+        or (type(value) in QUIET and type(value) not in _MAY_BE_PENDING and type(spec) is not Pending)
+    ):
+        return f_string(value, spec, conversion)
     without_hooks(recording, recording.read_text, value)
-    return known(value) if is_scalar(value) else value
+    return formatted(recording, value, spec, conversion, is_part)
+
+
+def _joined(*parts: Any) -> Any:
+    """The text of an f-string."""
+    return joined(*parts) if any(type(part) is not str for part in parts) else "".join(parts)
+
+
+def _match_class(value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
+    """Before `case cls(...)`: the value to match instead. Of a pending value only the class is known."""
+    if type(value) is Pending:
+        if num_positional or names or value.sample is ABSENT:
+            raise value.needed("value (of a pattern)")
+        value = value.sample
+    return _match_known(value, cls, names, num_positional)
 
 
 def _load_cell(cell: Any, name: str) -> None:
@@ -203,18 +230,20 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
     return after if choice is True or recording is None else recording.chosen(choice, before, after)
 
 
+_load_known_item = _item_hook("load_item")
+_match_known = _replacing_hook("match_class")
 HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "made_with_keys", "imported")},
-    **{name: _item_hook(name) for name in ("load_item", "store_item", "delete_item")},
-    **{
-        name: _replacing_hook(name)
-        for name in ("call", "call_ex", "match_class", "as_key", "contains", "compare", "operate", "operate_in_place")
-    },
+    **{name: _item_hook(name) for name in ("store_item", "delete_item")},
+    "load_item": _load_item,
+    **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "contains", "compare", "operate", "operate_in_place")},
+    "match_class": _match_class,
     "load_attr": _load_attr,
     "special_method": _special_method,
     "identity": _identity,
     "read_content": _read_content,
-    "shown": _shown,
+    "formatted": _formatted,
+    "joined": _joined,
     "test": _test,
     "load_cell": _load_cell,
     "load_global": _load_global,

@@ -20,6 +20,7 @@ Instr: Any = bytecode.Instr  # its arguments are typed too narrowly: constants m
 VERSION = sys.version_info[:2]
 NEWEST = (3, 14)
 
+FORMATS = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))  # of one value of an f-string
 # A condition is converted to bool by its jump or by UNARY_NOT; since 3.13 by an instruction of its own (`plain` splits it off comparisons).
 TO_BOOL = (
     frozenset(("TO_BOOL",))
@@ -91,6 +92,39 @@ def is_subscript(instr: Any) -> bool:
 def subscript(at: Any) -> Any:
     """`container[key]`."""
     return Instr("BINARY_SUBSCR", location=at) if VERSION < (3, 14) else Instr("BINARY_OP", BinaryOp["SUBSCR"], location=at)
+
+
+def format_of(instr: Any) -> tuple[int, str | None, int]:
+    """What an instruction of `FORMATS` does.
+
+    Returns:
+        (number of operands: the value and perhaps a format above it, the format if it is no operand or None if the value is only
+        converted, the conversion: 1, 2, 3 for `!s`, `!r`, `!a`).
+    """
+    if instr.name == "FORMAT_VALUE":  # until 3.12
+        return 1 + bool(instr.arg & 4), "", instr.arg & 3
+    if instr.name == "CONVERT_VALUE":
+        return 1, None, int(instr.arg)
+    return 1 + (instr.name == "FORMAT_WITH_SPEC"), "", 0
+
+
+def parts_of_texts(code: list[Any]) -> set[int]:
+    """The indices of the instructions of `FORMATS` whose text goes into a BUILD_STRING, as far as straight-line code shows it."""
+    found: set[int] = set()
+    for end, instr in enumerate(code):
+        if not isinstance(instr, Instr) or instr.name != "BUILD_STRING":
+            continue
+        height = lowest = 0  # of the stack after an instruction, and the lowest that later ones reach; 0 is the text's last part
+        for index in range(end - 1, -1, -1):
+            before = code[index]
+            if not isinstance(before, Instr) or "JUMP" in before.name or height <= -instr.arg:
+                break
+            if before.name in FORMATS and height <= lowest:  # nothing takes its text before BUILD_STRING does
+                found.add(index)
+            height -= before.stack_effect()
+            num_taken = 1 if before.name == "LOAD_METHOD" else max(-before.pre_and_post_stack_effect()[0], 0)
+            lowest = min(lowest, height - num_taken)
+    return found
 
 
 def calls_with_self(code: list[Any], index: int) -> bool:

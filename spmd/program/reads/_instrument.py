@@ -33,13 +33,13 @@ Hooks = dict[str, Callable[..., Any]]
 
 # instruction -> position of the container whose content it reads, counted from the top of the stack (1)
 _READS_CONTENT = {
-    **dict.fromkeys(("GET_LEN", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "BEFORE_WITH", "LOAD_SPECIAL"), 1),
+    **dict.fromkeys(("GET_LEN", "BEFORE_WITH", "LOAD_SPECIAL"), 1),
     **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"), 1),
-    **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE", "GET_YIELD_FROM_ITER"), 1),
+    **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE"), 1),
     "MATCH_KEYS": 2,
 }
+_ITERATES = frozenset(("GET_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "GET_YIELD_FROM_ITER"))
 _OF_ATTRIBUTES = {"IMPORT_FROM": "load_attr", "STORE_ATTR": "store_attr", "DELETE_ATTR": "store_attr"}
-_SHOW = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 _HOOK_DEPTH = 16  # stack slots for the call of a hook, without copies of its operands
 
 
@@ -138,6 +138,7 @@ class Instrumenter:
         held: list[Any] = []  # the names of keywords, or their NULL, wait for their call, so that no hook comes between them
         is_compared = False
         found = _choices.blocks(code)
+        parts = _instructions.parts_of_texts(code)
         ends = {block.end: (block, code[index].location) for index, block in found.items()}
         for index, instr in enumerate(code):
             if index in ends:
@@ -163,6 +164,10 @@ class Instrumenter:
                 continue
             if instr.name in TO_BOOL and is_compared:  # the outcome of a comparison is a bool
                 yield instr
+                continue
+            if instr.name == "BUILD_STRING" or instr.name in _instructions.FORMATS:
+                yield from self._text(instr, index in parts)
+                is_compared = False
                 continue
             if instr.name == "IS_OP" and not (isinstance(code[index - 1], Instr) and code[index - 1].arg is None):
                 yield from self._operation("identity", instr.location)
@@ -215,7 +220,7 @@ class Instrumenter:
         elif op in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
             yield from self._item("delete_item" if op == "DELETE_SUBSCR" else "store_item", op == "STORE_SLICE", at)
             instr = Instr("STORE_SUBSCR" if op == "STORE_SLICE" else op, location=at)
-        elif op == "GET_ITER":
+        elif op in _ITERATES:
             yield from self._observe("iterate", copies(1), at)
         elif op == "CONTAINS_OP":
             yield from self._operation("contains", at)
@@ -224,8 +229,6 @@ class Instrumenter:
             yield from self._operation("operate_in_place" if is_in_place else "compare" if op == "COMPARE_OP" else "operate", at)
         elif op in TO_BOOL:
             yield from self._observe("test", copies(1), at)
-        elif op in _SHOW:  # the format, if there is one, is on top of the value
-            yield from self._replaced("shown", 1 + (op == "FORMAT_WITH_SPEC" or (op == "FORMAT_VALUE" and bool(instr.arg & 4))), at)
         elif op in _READS_CONTENT:
             yield from self._observe("read_content", copies(1, _READS_CONTENT[op] - 1), at)
         elif op in ("PRECALL" if VERSION < (3, 12) else "CALL", "CALL_KW"):
@@ -273,6 +276,19 @@ class Instrumenter:
         yield from self._hook("call_ex", [*below, *rest], at)
         yield from (Instr("SWAP", num + 1 + bool(below), location=at), Instr("POP_TOP", location=at), *held)
         held.clear()
+
+    def _text(self, instr: Any, is_part: bool) -> Iterator[Any]:
+        """A hook in the place of an instruction of an f-string: its result may be a text that is not known yet."""
+        at = instr.location
+        if instr.name == "BUILD_STRING":
+            num, constants = instr.arg, []
+        else:
+            num, spec, conversion = _instructions.format_of(instr)
+            constants = [Instr("LOAD_CONST", constant, location=at) for constant in (*([] if num == 2 else [spec]), conversion, is_part)]
+        yield from self._hook(
+            "joined" if instr.name == "BUILD_STRING" else "formatted", [*[Instr("COPY", num + 2, location=at)] * num, *constants], at
+        )
+        yield from (Instr("SWAP", num + 1, location=at), *[Instr("POP_TOP", location=at)] * num)
 
     def _replaced(self, name: str, depth: int, at: Any) -> Iterator[Any]:
         """The hook receives the value at this depth of the stack, and returns the value that takes its place."""

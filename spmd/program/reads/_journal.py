@@ -6,6 +6,7 @@ import array
 import collections
 import ctypes
 import itertools
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -74,6 +75,8 @@ class Journal:
 
     Attributes:
         num_writes: number of writes noted so far, repeated ones included.
+        outputs: what the trace has printed and written to files. See `_pending_outputs`.
+        stdout: the standard output when the trace began.
     """
 
     def __init__(self, is_ignored: Callable[[Any, Any], bool] = lambda holder, key: False) -> None:
@@ -85,12 +88,23 @@ class Journal:
         self._removed: dict[tuple[Any, ...], None] = {}  # places of removed entries
         self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}  # original order of the keys of dicts with removed entries
         self.num_writes = 0
+        self.outputs: list[Any] = []
+        self.stdout = sys.stdout
         self._parts: list[Writes] = []  # the innermost last
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:
         """Whether the trace has written this place, so that a read of it gives a value of the trace."""
         first = self._first
         return bool(first) and ((id(holder), _token(key)) in first or (id(holder), _WHOLE) in first)
+
+    def holders(self) -> list[Any]:
+        """The objects that the trace has written to."""
+        return [written.holder for written in self._first.values()]
+
+    @property
+    def is_in_part(self) -> bool:
+        """Whether a part of the trace runs: a branch, a loop body, a micro-batch."""
+        return bool(self._parts)
 
     def has_met(self, holder: Any) -> bool:
         """Whether the trace has written any part of `holder`."""

@@ -95,7 +95,8 @@ def keeps_state(cls: type) -> bool:
 
     That is taken of Python's own classes, except for constants and for output, which no call repeats.
     """
-    return bool(cls.__dictoffset__) and is_of_python(cls.__module__) and not issubclass(cls, enum.Enum)
+    has_attributes = bool(cls.__dictoffset__) or "__slots__" in vars(cls)
+    return has_attributes and is_of_python(cls.__module__) and not issubclass(cls, enum.Enum)
 
 
 def is_library_property(found: Any) -> bool:

@@ -30,6 +30,12 @@ def membership_key(recording: Recording, item: Any, holder: Any) -> Any:
     if type(item) is Varying:
         recording.read_content(holder)
         return _as_member(item, holder)
+    if recording.given and isinstance(holder, (list, tuple, collections.deque)):
+        recording.ask_identity(item)
+        for read in (item, holder):
+            recording.read_content(read)
+        same = (recording.identical(item, other) for other in tuple(holder) if type(other).__eq__ is object.__eq__)
+        return next((found for found in same if found is not item), item)
     recording.read_key(item)
     if isinstance(holder, dict) and is_simple(item) and type(holder).__contains__ is dict.__contains__:
         if not recording._is_ignored(holder) and not recording.journal.is_written(holder, item):

@@ -6,13 +6,15 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.base._torch import pytree
+from spmd.program.reads._parts import is_data
+from spmd.program.reads._places import PLAIN
 from spmd.program.reads._varying import Varying
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Cache:
     Attributes:
         fn: the cached function.
         results: the dict of its results, by key.
+        lookups: calls that found a result from before the trace. Every call looks it up too: which result is evicted depends on that.
         made: tensors in results that the trace computed, each with its version at that time.
     """
 
@@ -53,14 +56,16 @@ class Cache:
         self._before = frozenset(self.results)
         self.made: list[tuple[torch.Tensor, int]] = []
         self._of_trace: list[Any] = []
+        self.lookups: list[Callable[[], Any]] = []
+        self._is_first = True
         self._no_key = next(o for o in gc.get_referents(fn) if type(o) is object)
 
     def call(self, recording: Recording, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
 
         A result that was cached before the trace is guarded: every call has to find it. A result that the trace computes is guarded as
-        missing in two cases: it holds tensors, which do not stay in the cache after the trace, or the function wrote something, which
-        a cached result would not write again.
+        missing in three cases: it holds tensors, which do not stay in the cache after the trace; the function wrote something, which
+        a cached result would not write again; or it is a list or an object, which the cache keeps from then on.
         """
         misses, num_writes = self.fn.cache_info().misses, recording.journal.num_writes
         result = self.fn(*args, **kwargs)
@@ -69,11 +74,15 @@ class Cache:
             if key in self._before:
                 recording._title_of(self.results, title)
                 recording._read_item(recording.owned(self.fn, self.results), key)
+                if all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
+                    self.lookups.append(functools.partial(self.fn, *args, **kwargs))
         elif _holds(result, Varying):
             self.results.pop(key, None)
             raise TypeError(f"{self.fn.__qualname__} caches its results, so it takes no Varying")  # traced again without varying numbers
-        elif (is_of_trace := _holds(result, _OF_TRACE)) or recording.journal.num_writes > num_writes:
+        elif (is_of_trace := _holds(result, _OF_TRACE)) or recording.journal.num_writes > num_writes or is_data(result):
             recording.read_missing(self.fn, self.results, key, f"{title}[{{!r}}]")
+            if not is_of_trace:  # a call whose key was evicted is traced again: it leaves the key in the cache
+                recording.ask(self.fn, ((id(self.fn), "misses"), f"the misses of {title}", lambda: self.fn.cache_info().misses))
             if is_of_trace:  # keep the key: the dict of a bounded cache holds links, which do not show their results
                 self._of_trace.append(key)
             self._note_tensors(result)
@@ -82,6 +91,13 @@ class Cache:
     def _note_tensors(self, result: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
         self.made.extend((tensor, tensor._version) for tensor in tensors)
+
+    def look_up(self) -> Callable[[], None]:
+        """Look up what the trace has looked up, which has done that for the first call. Returns what to do when the call ends."""
+        for look_up in self.lookups if not self._is_first else ():
+            look_up()
+        self._is_first = False
+        return lambda: None
 
     def forget(self) -> None:
         """Drop the results that hold tensors or program numbers: these are valid only in the trace."""

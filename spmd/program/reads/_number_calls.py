@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,11 @@ from spmd.program.reads._mapped_scalars import MappedScalar, as_scalar, is_mappe
 _MOST = 64  # largest number of elements that `tensor` makes by one operation each
 CONVERSIONS = (builtins.float, builtins.int)
 CHOICES = (builtins.min, builtins.max)
+_COMPARED: dict[int, Callable[[Any], Any]] = {  # comparisons that tell special numbers apart
+    id(math.isnan): lambda number: number != number,
+    id(math.isinf): lambda number: abs(number) == math.inf,
+    id(math.isfinite): lambda number: abs(number) < math.inf,
+}
 _OF_NUMPY = (np.ndarray, np.generic)
 _OF_INTS = frozenset((range, slice, bytes, bytearray, itertools.islice))
 _OF_BOOLS = (torch.sym_ite, torch.sym_not)  # take only bools of torch's own tracers
@@ -64,6 +70,8 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda left, right: (left // right, left % right)
     if getattr(fn, "__module__", None) == "math" and fn.__name__ in OF_MATH:
         return partial(of_math, fn)
+    if id(fn) in _COMPARED:
+        return _COMPARED[id(fn)]
     if fn is torch.result_type:
         return lambda *given: torch.result_type(*(sample(v) if is_lifted(v) else v for v in given))
     if any(fn is f for f in (torch.tensor, torch.as_tensor, torch.asarray)):

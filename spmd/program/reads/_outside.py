@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import gc
-import locale
 import logging
 import os
 import pathlib
 import re
-import socket
 import stat
-import sys
 import tempfile
 import types
 from collections.abc import Callable
@@ -53,8 +49,7 @@ _ASKS_OF_PATHS = frozenset(("abspath", "realpath", "relpath", "expanduser", "exp
 _ASKS = {
     id(fn)
     for fn in (
-        *(os.getcwd, os.getcwdb, sys.getrecursionlimit, sys.getswitchinterval, sys.get_int_max_str_digits, gc.isenabled, gc.get_threshold),
-        *(torch.initial_seed, np.geterr, np.get_printoptions, locale.getlocale, tempfile.gettempdir, socket.getdefaulttimeout),
+        *(torch.initial_seed, np.geterr, np.geterrcall, np.getbufsize, np.get_printoptions, tempfile.gettempdir),
         *(logging.Logger.getEffectiveLevel, logging.Logger.isEnabledFor, logging.Logger.hasHandlers),
     )
 }
@@ -112,7 +107,7 @@ def answer_place(holder: Any, question: Question) -> ContentPlace | None:
     """The place that holds the answer to a question, if that is a plain value, a tuple or ABSENT."""
     _, title, answer = question
     place = ContentPlace(holder, title, answer)
-    return place if isinstance(place.content, (*PLAIN, tuple)) or place.content is ABSENT else None
+    return place if isinstance(place.content, (*PLAIN, tuple, frozenset)) or place.content is place.read() else None
 
 
 def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question | None:

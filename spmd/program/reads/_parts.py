@@ -8,6 +8,7 @@ import collections.abc
 import functools
 import gc
 import inspect
+import mmap
 import types
 import typing
 import weakref
@@ -49,6 +50,8 @@ def memory_owners(value: Any) -> Iterator[Any]:
     """The objects whose memory an array, an iterator over one or a memoryview shares, the nearest first."""
     while value is not None:
         value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None) if isinstance(value, _VIEWS) else None
+        if isinstance(value, mmap.mmap):  # of an `np.memmap`
+            return
         if value is not None:
             yield value
 
@@ -90,7 +93,8 @@ def parts_of(value: Any, recording: PlacesRead) -> list[Any]:
     if issubclass(kind, Iterator) or (is_library(kind.__module__) and not (is_container or keeps_state(kind))):
         return []
     attributes = recording.attributes(value)
-    return [attributes] if attributes else []
+    kept = slots_of(value).values() if keeps_state(kind) else ()
+    return [*([attributes] if attributes else ()), *(recording.owned(value, part) for part in kept if not isinstance(part, PLAIN))]
 
 
 def is_data(value: Any) -> bool:

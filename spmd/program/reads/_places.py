@@ -22,7 +22,7 @@ from spmd.program.reads._host_bytes import put_host_bytes
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, Entry, ObjectPlace, is_tuple
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
-CDATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: the base class of all numbers
+CDATA: tuple[Any, ...] = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: the base class of all numbers
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _MOST_SHOWN = 8  # largest container that a message shows with its items
 
@@ -73,7 +73,7 @@ def is_same(new: Any, old: Any) -> bool:
         return np.asarray(new).tobytes() == np.asarray(old).tobytes()
     if is_tuple(old) or type(old) is frozenset:
         return len(new) == len(old) and all(map(is_same, new, old))
-    if isinstance(old, slice):
+    if isinstance(old, (slice, range)):  # equal ranges may have other ends
         return all(map(is_same, (new.start, new.stop, new.step), (old.start, old.stop, old.step)))
     return isinstance(old, (*PLAIN, *_METHODS)) and bool(new == old)
 

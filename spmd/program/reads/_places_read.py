@@ -51,6 +51,7 @@ class PlacesRead:
         asked: objects whose identity the function depends on, by id.
         compared: pairs of objects that were compared by identity.
         lengths: the lengths of lists that are inputs, by id of the list.
+        given: the caller's objects, by id of the copy that the trace has as an argument.
     """
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
@@ -69,6 +70,7 @@ class PlacesRead:
         self.asked: dict[int, Any] = {}
         self.compared: list[tuple[Any, Any]] = []
         self.lengths: Mapping[int, Varying] = {}
+        self.given: Mapping[int, Any] = {}
         self._classes: dict[type, list[dict[str, Any]]] = {}
         self._missing: list[tuple[DictPlace, Any]] = []
         self._found_in_class: dict[tuple[type, int, str], tuple[Any]] = {}  # until the trace writes to a class
@@ -167,13 +169,42 @@ class PlacesRead:
         if type(left) is type(right) and (is_data(left) or isinstance(left, torch.Tensor)):
             self.compared.append((left, right))
 
-    def note_comparison(self, left: Any, right: Any) -> None:
-        """Before a comparison: record the objects in it that it compares by identity."""
+    def identical(self, left: Any, right: Any) -> Any:
+        """Before `left is right`. Returns the left operand to use instead: an argument is the caller's object."""
+        self.note_pair(left, right)
+        one, other = self.given.get(id(left)), self.given.get(id(right))
+        if (one is None) == (other is None):
+            return left
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            raise identity_of_argument("compares a tensor among its arguments (on the CPU, or a view) by identity")
+        return right if one is right or other is left else left
+
+    def require_no_key(self, key: Any) -> None:
+        """Raise TraceError if a key, or an object whose `id()` is asked, is an argument, of which the trace has a copy."""
+        if id(key) in self.given and type(key).__hash__ is object.__hash__:
+            raise identity_of_argument(f"uses an argument of class {type(key).__name__} as a key, or asks its id()")
+
+    def reached(self) -> dict[int, Any]:
+        """The containers and objects that were read or written by name, and what was compared by identity, by id."""
+        holders = [*(place.holder for place in self.places.values()), *self.journal.holders()]
+        owners = (self._owners.get(id(holder), holder) for holder in holders)
+        found = [*(o for o in owners if is_data(o) or isinstance(o, WITH_ITEMS)), *(o for pair in self.compared for o in pair)]
+        return {id(o): o for o in found if self.is_before(o) and id(o) not in self._ignored and id(o) not in self.given}
+
+    def is_before(self, holder: Any) -> bool:
+        """Whether an object existed before the trace."""
+        raise NotImplementedError
+
+    def note_comparison(self, left: Any, right: Any) -> Any:
+        """Before a comparison: record the objects in it that it compares by identity. Returns the left operand to use instead."""
+        if self.given and type(left).__eq__ is object.__eq__:
+            left = self.identical(left, right)
         for value, other in ((left, right), (right, left)):
             if type(value).__eq__ is object.__eq__:
                 self.note_pair(value, other)
             elif isinstance(value, WITH_ITEMS):  # equal items may be found by identity
                 self.asked.update((id(part), part) for part in objects_in(value, with_tensors=True) if part is not value)
+        return left
 
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Names of the attributes of these tensors that were read or written. Drops the places of these reads, so they are not guarded."""
@@ -357,8 +388,8 @@ class PlacesRead:
         """The dict behind a `MappingProxyType`."""
         return self.owned(proxy, gc.get_referents(proxy)[0])
 
-    def owned(self, owner: Any, inner: dict[Any, Any]) -> dict[Any, Any]:
-        """`inner`, a dict that belongs to `owner`: it existed before the trace if its owner did."""
+    def owned(self, owner: Any, inner: Any) -> Any:
+        """`inner`, an object that belongs to `owner`: it existed before the trace if its owner did."""
         self._owners.setdefault(id(inner), owner)
         return inner
 
@@ -405,6 +436,17 @@ def is_simple(key: Any) -> bool:
     if type(key) is tuple:
         return all(map(is_simple, key))
     return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__
+
+
+def identity_of_argument(what: str) -> TraceError:
+    """The error for a function that asks which object an argument is."""
+    return TraceError(
+        message(
+            f"the compiled function {what}",
+            "a trace has copies of these arguments, which no other object is",
+            fix="pass a number, a name or a flag that says which one it is",
+        )
+    )
 
 
 def written_tensor(place: Place) -> TraceError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import decimal
 import functools
+import sys
 import types
 from functools import partial
 from typing import Any
@@ -19,15 +20,26 @@ from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._parts import is_sized
-from spmd.program.reads._places import CDATA, shown_key
+from spmd.program.reads._places import CDATA, PLAIN, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple, resolved
 from spmd.program.reads._process_settings import SETTINGS, Setting
 from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, written_at
 
+_THEIRS = sys.stdlib_module_names - {"builtins"} | {"numpy"}
+_OF_ANY_CLASS = ("__dict__", "__weakref__", "__class__")
 WITH_PARTS = (types.FunctionType, functools.partial)  # `__defaults__`, `__code__`
 KEPT_IN_C = (types.FunctionType, collections.defaultdict, np.ndarray, decimal.Context)  # names, defaults, shapes, digits
 MEMOS = frozenset({"__dynamo_disable"})  # attributes that torch caches on a function when it is first called
+
+
+def is_kept_in_c(instance: Any, found: Any) -> bool:
+    """Whether an attribute of an object, found in its class, is stored in C (or in a slot) by a class of Python's library or of numpy."""
+    if not isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)) or found.__name__ in _OF_ANY_CLASS:
+        return False
+    owner = found.__objclass__
+    is_theirs = issubclass(owner, BaseException) or owner.__module__.partition(".")[0] in _THEIRS
+    return isinstance(instance, KEPT_IN_C) or (is_theirs and not isinstance(instance, PLAIN) and not is_recorded(owner.__module__))
 
 
 class PlacesWritten(PlacesRead):
@@ -54,6 +66,7 @@ class PlacesWritten(PlacesRead):
         """Record what a lookup reads of its key: the content of an array or a list, the `__hash__` and `__eq__` of an object."""
         self.ask_identity(key)
         if type(key) not in QUIET:
+            self.require_no_key(key)
             self.read_content(key)
         elif type(key) is tuple:
             for part in key:
@@ -84,7 +97,7 @@ class PlacesWritten(PlacesRead):
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
             found = next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), None)
             is_in_c = isinstance(found, types.GetSetDescriptorType) and (
-                isinstance(instance, (*WITH_PARTS, *KEPT_IN_C)) or name == "__class__"
+                isinstance(instance, WITH_PARTS) or name == "__class__" or is_kept_in_c(instance, found)
             )
             is_library_defined = is_library_property(found) and not isinstance(instance, torch.Tensor)
             if isinstance(found, types.MemberDescriptorType) or is_in_c or is_library_defined:
@@ -173,4 +186,4 @@ class PlacesWritten(PlacesRead):
             self.journal.content(each, self._title(each))
 
 
-__all__ = ["KEPT_IN_C", "MEMOS", "WITH_PARTS", "PlacesWritten"]
+__all__ = ["MEMOS", "WITH_PARTS", "PlacesWritten", "is_kept_in_c"]

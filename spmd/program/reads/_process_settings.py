@@ -8,9 +8,17 @@ it is read again before every call. A setting that the function sets is set by e
 from __future__ import annotations
 
 import builtins
+import csv
 import decimal
 import functools
+import gc
+import gettext
 import locale
+import logging
+import os
+import resource
+import signal
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +30,7 @@ import torch
 
 from spmd.base._torch import print_options
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._questions import COLLECTING, questions_of_process, umask
 
 Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # as in `_outside`
 
@@ -42,7 +51,7 @@ class Setting(NamedTuple):
 
     title: str
     read: Callable[[], Any]
-    put: Callable[[Any], None]
+    put: Callable[[Any], Any]
 
     @property
     def question(self) -> Question:
@@ -50,8 +59,8 @@ class Setting(NamedTuple):
         return (id(SETTINGS), self.title), self.title, self.read
 
 
-def _decimals() -> Any:
-    context = decimal.getcontext()
+def _decimals(context: decimal.Context | None = None) -> Any:
+    context = context or decimal.getcontext()
     digits = context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
     return *digits, tuple(sorted(signal.__name__ for signal, is_on in context.traps.items() if is_on))
 
@@ -106,7 +115,59 @@ SETTINGS: dict[int, Setting] = {  # by id of the function that sets each
         "torch.get_float32_matmul_precision()", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),
     id(torch.set_num_threads): Setting("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads),
+    id(torch.set_warn_always): Setting("torch.is_warn_always_enabled()", torch.is_warn_always_enabled, torch.set_warn_always),
+    id(torch.set_deterministic_debug_mode): Setting(
+        "torch.get_deterministic_debug_mode()", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    ),
+    id(torch.autograd.set_detect_anomaly): Setting(
+        "torch.is_anomaly_enabled()",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda modes: torch.set_anomaly_enabled(*modes),
+    ),
+    id(os.chdir): Setting("os.getcwd()", os.getcwd, os.chdir),
+    id(os.umask): Setting("os.umask()", umask, os.umask),
+    id(csv.field_size_limit): Setting("csv.field_size_limit()", csv.field_size_limit, csv.field_size_limit),
+    id(gettext.textdomain): Setting("gettext.textdomain()", gettext.textdomain, gettext.textdomain),
+    id(logging.disable): Setting("logging.disable()", lambda: logging.root.manager.disable, logging.disable),
+    **dict.fromkeys(map(id, (gc.enable, gc.disable)), Setting("gc.isenabled()", COLLECTING.is_enabled, COLLECTING.put)),
 }
+
+
+def _pairs() -> Iterator[tuple[int, Setting]]:
+    """The functions `set...` that have a function `get...` beside them."""
+    for module in (sys, gc, socket, logging, np, torch.hub, torch.multiprocessing):
+        for name, put in vars(module).items():
+            read = getattr(module, f"get{name[3:]}", None) if name.startswith("set") and name not in _NOT_REPEATED else None
+            if callable(put) and callable(read):
+                yield id(put), Setting(f"{module.__name__}.get{name[3:]}()", read, partial(_put_parts, put))
+
+
+def _put_parts(put: Callable[..., Any], value: Any) -> None:
+    if isinstance(value, tuple):
+        put(*value)
+    else:
+        put(value)
+
+
+_NOT_REPEATED = ("settrace", "setprofile", "set_asyncgen_hooks")
+for _fn, _setting in _pairs():
+    SETTINGS.setdefault(_fn, _setting)
+
+
+def setting_of_call(fn: Any, args: tuple[Any, ...]) -> Setting | None:
+    """The setting that a call of `fn` sets; None if it sets none."""
+    if fn is signal.signal and args:
+        return Setting(f"signal.getsignal({args[0]!r})", partial(signal.getsignal, args[0]), partial(signal.signal, args[0]))
+    if fn is resource.setrlimit and args:
+        return Setting(f"resource.getrlimit({args[0]!r})", partial(resource.getrlimit, args[0]), partial(resource.setrlimit, args[0]))
+    if fn is torch.set_autocast_enabled and args and isinstance(args[0], str):
+        device = args[0]
+        return Setting(
+            f"torch.is_autocast_enabled({device!r})",
+            partial(torch.is_autocast_enabled, device),
+            partial(torch.set_autocast_enabled, device),
+        )
+    return SETTINGS.get(id(fn)) if args or fn is gc.enable or fn is gc.disable or fn is warnings.resetwarnings else None
 
 
 @functools.cache
@@ -136,14 +197,19 @@ def questions_of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
     owner = getattr(fn, "__self__", None)
     if id(fn) in _TEXTS or name in _METHODS_OF_TEXT or (name in _NUMPYS_TEXTS and str(module).startswith("numpy")):
         yield from questions_of_text((owner, *args))
-    if module in ("decimal", "_decimal") or isinstance(owner, decimal.Context):
+    if isinstance(owner, decimal.Context):
+        yield ("decimals", id(owner)), "a decimal.Context", partial(_decimals, owner)
+    elif module in ("decimal", "_decimal"):
         yield _DECIMALS
+        if fn is decimal.getcontext:  # what is written to it is written to this object
+            yield ("context",), "the object decimal.getcontext()", decimal.getcontext
     elif module in ("locale", "_locale"):
         yield _LOCALE.question
     elif isinstance(fn, np.ufunc):
         yield _ERRORS.question
     elif name in ("warn", "warn_explicit") and module in ("warnings", "_warnings") and args:
         yield _of_warning(args)
+    yield from questions_of_process(name, str(module), fn, args)
 
 
 def _of_warning(args: tuple[Any, ...]) -> Question:
@@ -165,4 +231,4 @@ def _actions(category: type[Warning], text: str) -> Any:
     return tuple(found)
 
 
-__all__ = ["SETTINGS", "Setting", "question_of_class", "questions_of_call", "questions_of_text"]
+__all__ = ["SETTINGS", "Setting", "question_of_class", "questions_of_call", "questions_of_text", "setting_of_call"]

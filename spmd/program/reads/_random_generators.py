@@ -20,7 +20,7 @@ def is_generator(value: Any) -> bool:
     if issubclass(kind, torch.Generator):
         return value.device.type == "cpu"
     is_python = issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom)
-    return is_python or issubclass(kind, (np.random.Generator, np.random.RandomState, np.random.BitGenerator))
+    return is_python or issubclass(kind, (np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence))
 
 
 def state_of(generator: Any) -> Any:
@@ -29,9 +29,12 @@ def state_of(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, np.random.SeedSequence):
+        return repr(generator.state)
     if isinstance(generator, np.random.RandomState):
         return repr(generator.get_state())
-    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.state)
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return repr(bits.state), getattr(bits.seed_seq, "n_children_spawned", 0)
 
 
 def exact_state(generator: random.Random | np.random.RandomState) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
 import collections.abc
@@ -20,10 +21,11 @@ import torch
 
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _parts, _swap
+from spmd.program.reads._c_methods import BY_NAME, note_c_attribute
 from spmd.program.reads._choices import Choice, choose
 from spmd.program.reads._content_places import CellPlace
 from spmd.program.reads._heap import HEAP
-from spmd.program.reads._hidden_state import IN_MEMORY, is_output
+from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, has_hidden_state, is_output, lock_question
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_library_property, is_recorded
@@ -33,12 +35,15 @@ from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import mapped_operand, matched_value, numpy_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._outside import Question, setting_of
-from spmd.program.reads._places import CDATA, ContentPlace, Expected, Place, SlotPlace, shown_key
-from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved, written_tensor
-from spmd.program.reads._places_written import KEPT_IN_C, MEMOS, WITH_PARTS, PlacesWritten
+from spmd.program.reads._pending import operand
+from spmd.program.reads._pending_outputs import with_outputs
+from spmd.program.reads._places import CDATA, Expected, Place, SlotPlace, shown_key
+from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
+from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
 from spmd.program.reads._process_settings import SETTINGS, question_of_class, questions_of_text
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import Replacements
+from spmd.program.reads._unseen import refuse_unseen
 from spmd.program.reads._varying import Varying, fixed, float_operand, is_noted, plain_key
 from spmd.program.reads._varying_index import may_vary, read_at
 
@@ -86,11 +91,10 @@ class Recording(PlacesWritten):
     def load_global(self, variables: dict[str, Any], name: str) -> None:
         self.seen[id(variables), name] = variables
         if name in variables:
-            self._entry(variables, name, "", "")
-        else:
-            self._dict(variables, "{}").present.setdefault(name, False)
-            found = variables.get("__builtins__", builtins)
-            self._entry(found if type(found) is dict else found.__dict__, name, "builtins", ".")
+            return self._entry(variables, name, "", "")
+        self._dict(variables, "{}").present.setdefault(name, False)
+        found = variables.get("__builtins__", builtins)
+        return self._entry(found if type(found) is dict else found.__dict__, name, "builtins", ".")
 
     def imported(self, module: str, level: int) -> None:
         """Before an import: record which modules `sys.modules` has under the name."""
@@ -133,8 +137,9 @@ class Recording(PlacesWritten):
             mro = instance.__self_class__.__mro__
             self.read_special_methods(instance.__self_class__)
             self._class_attribute(mro[mro.index(instance.__thisclass__) + 1 :], name)
-        elif cls.__module__ == "builtins" and cls is not types.FunctionType:
-            return
+        elif cls.__module__ == "builtins" and cls is not types.FunctionType and not issubclass(cls, BaseException):
+            if cls is types.GeneratorType and name in ("gi_frame", "gi_running", "gi_yieldfrom", "gi_suspended"):
+                self.advance(instance, f"asked for its {name}")
         else:
             self._instance_attribute(instance, cls, name)
             if cls in WITH_PARTS and name in ("__kwdefaults__", "keywords"):
@@ -150,7 +155,9 @@ class Recording(PlacesWritten):
         self.read_class_of(found)
         if isinstance(found, functools.singledispatchmethod):
             read_registry(self, found.dispatcher)
-        if isinstance(instance, KEPT_IN_C) and isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+        if issubclass(cls, BY_NAME):
+            note_c_attribute(self, instance, name)
+        if is_kept_in_c(instance, found):
             self._content(instance) if name == "flags" else self.read_c_attribute(instance, name)
         elif is_library_property(found):
             self.read_c_attribute(instance, name, is_property=True)
@@ -204,19 +211,20 @@ class Recording(PlacesWritten):
             if cls.__getitem__ in (list.__getitem__, collections.deque.__getitem__):
                 self._item(holder, key)
         elif isinstance(holder, types.MappingProxyType):
-            self._entry(self._proxied_dict(holder), key, "", "")
+            self._read_item(self._proxied_dict(holder), key)
         else:
             self.read_content(holder)
 
     def contains(self, item: Any, holder: Any) -> Any:
         """Before `item in holder`. Returns the item to use instead."""
         self.ask_identity(item, *([holder] if type(item) not in QUIET else ()))
+        if isinstance(holder, collections.abc.Iterator):
+            self.advance(holder, "searched by `in`")
         return membership_key(self, item, resolved(holder))
 
     def compare(self, left: Any, right: Any) -> Any:
         """Before a comparison. Returns the left operand to use instead."""
-        self.note_comparison(left, right)
-        return self.operate(left, right)
+        return self.operate(self.note_comparison(left, right), right)
 
     def operate(self, left: Any, right: Any) -> Any:
         """Before an operator. Returns the left operand to use instead."""
@@ -224,6 +232,7 @@ class Recording(PlacesWritten):
         return mapped_operand(left, right)
 
     def _operands(self, left: Any, right: Any) -> Any:
+        left = operand(left, right)
         left = float_operand(left, right) if is_noted(right) else numpy_operand(left, right)
         self.read_content(left)
         self.read_content(right)
@@ -234,7 +243,7 @@ class Recording(PlacesWritten):
     def read_text(self, value: Any) -> None:
         """Before a value is converted to text."""
         self.ask_identity(value)  # a default `__repr__` shows the address
-        self.read_content(value)
+        self.iterate(value)
         self.ask_all(questions_of_text(value))
 
     def ask_all(self, questions: Iterable[Question]) -> None:
@@ -251,7 +260,7 @@ class Recording(PlacesWritten):
             if not isinstance(right, (list, tuple)):
                 self.mutate(left)
             return left
-        if isinstance(left, (dict, set, collections.deque, bytearray, np.ndarray)):
+        if isinstance(left, (dict, set, collections.deque, bytearray, array.array, np.ndarray)):
             self.mutate(left)
         return self._operands(left, right)
 
@@ -269,7 +278,11 @@ class Recording(PlacesWritten):
         elif isinstance(iterator, IN_MEMORY):
             self.mutate(iterator)
         elif not is_output(iterator):
-            self.advanced.setdefault(id(iterator), (iterator, how))
+            self.use_up(iterator, how)
+
+    def use_up(self, value: Any, how: str) -> None:
+        """Note that an object is changed in a way that no call can repeat for one from before the trace."""
+        self.advanced.setdefault(id(value), (value, how))
 
     def read_content(self, value: Any) -> None:
         """Record the whole content of a container, but not the content of its items."""
@@ -288,7 +301,11 @@ class Recording(PlacesWritten):
         elif isinstance(value, (list, collections.deque)):
             self._whole_list(value)
         elif isinstance(value, types.MappingProxyType):
-            self._whole_dict(self._proxied_dict(value))
+            self.read_content(self._proxied_dict(value))
+        elif cls in LOCKS:
+            self.ask(value, lock_question(value, self._title(value)))
+        elif has_hidden_state(cls):
+            self.use_up(value, "read, which no other call can check")
         elif is_environment(value):
             self._title_of(value._data, "os.environ")
             self._whole_dict(self.owned(value, value._data))
@@ -325,7 +342,7 @@ class Recording(PlacesWritten):
             return
         if id(value) not in self._ignored:
             self.read_content(value)
-            if isinstance(value, _calls.CONTAINERS) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
+            if isinstance(value, (*_calls.CONTAINERS, *CDATA)) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
                 self.journal.content(value, self._title(value))
         for part in (*_parts.parts_of(value, self), *_parts.memory_owners(value)):
             self.read_deep(part, depth + 1, asks_identity)
@@ -358,6 +375,7 @@ class Recording(PlacesWritten):
 
     def match_class(self, value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
         """Before `case cls(...)` is matched against a value. Returns the value to use instead."""
+        _calls.ask_classes(self, isinstance, (value, cls))
         value = matched_value(value.concrete() if type(value) is Varying else value, bool(num_positional or names))
         if num_positional:
             self.load_attr(cls, "__match_args__")
@@ -374,31 +392,9 @@ class Recording(PlacesWritten):
             if self.is_before(place.holder):
                 self._existing_ids.update(map(id, _parts.with_tuple_items(place.values())))
 
-    def _refuse_advanced(self) -> None:
-        for iterator, how in self.advanced.values():
-            if self.is_before(iterator) and not _calls.is_endless(iterator):
-                kind = "an iterator" if isinstance(iterator, collections.abc.Iterator) else "an object"
-                raise _calls.refused(f"{kind} from before the call ({type(iterator).__name__}) was {how}")
-
-        for generator, state in self.generators.values():
-            if (self.is_before(generator) or not gc.is_tracked(generator)) and state_of(generator) != state:
-                raise _calls.refused(f"a {type(generator).__name__} from before the call was drawn from: random numbers of the host")
-
-    def _refuse_unseen_writes(self) -> None:
-        """Restore and refuse an array or CPU tensor that was read and has changed without a recorded write."""
-        for place in self.places.values():
-            held, kinds = place.holder, (np.ndarray, torch.Tensor)
-            if not isinstance(held, kinds) or not isinstance(place, ContentPlace) or self.journal.is_written(held, ABSENT):
-                continue
-            if self.is_before(held) and place.difference() is not None:
-                place.put_back()
-                what = f"{place.title} was written to by code that is not recorded"
-                raise written_tensor(place) if isinstance(held, torch.Tensor) else _calls.refused(what)
-
     def is_before(self, holder: Any) -> bool:
         """Whether an object existed before the trace."""
-        owner = self._owners.get(id(holder))  # CPython creates an object's `__dict__` lazily, so ask its owner
-        if owner is not None:
+        if (owner := self._owners.get(id(holder))) is not None:  # CPython creates an object's `__dict__` lazily, so ask its owner
             return self.is_before(owner)
         # the garbage collector starts to track a dict of plain values only when another object is put into it
         return id(holder) in self._existing_ids or (gc.is_tracked(holder) and id(holder) not in self._made_ids)
@@ -417,10 +413,16 @@ class Recording(PlacesWritten):
         finally:
             _hooks.stop(before)
             self._find_made()
-        self._refuse_advanced()
-        self._refuse_unseen_writes()
+        refuse_unseen(self)
         require_unwritten(self.caches.values())
+        self._drop_made()
         return result
+
+    def _drop_made(self) -> None:
+        """Drop objects that the trace made: a bytearray cannot be resized while a view of it is alive."""
+        self.places = {key: place for key, place in self.places.items() if self.is_before(place.holder)}
+        self.seen = {key: value for key, value in self.seen.items() if isinstance(value, torch.Tensor)}
+        self._passed, self._copied = {}, {}
 
     def tensors_asked(self, name: str = "") -> dict[int, torch.Tensor]:
         """Tensors from before the trace, by id, whose attribute `name` was read; any attribute (shape, dtype) if `name` is empty."""
@@ -469,7 +471,7 @@ class Recording(PlacesWritten):
             place = self.place_of(holder, key)
             return place is not None and place.has_read(key)
 
-        return self.journal.effects(self.is_before, is_read)
+        return with_outputs(self.journal.effects(self.is_before, is_read), self.journal.outputs, self.is_before)
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from spmd.base._jax import forget_traces
-from spmd.device._storage import Buffer
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 
 if TYPE_CHECKING:
     from spmd.program._program import Program
+    from spmd.program.trace._captured import Captured
 
 FORGET_EVERY = 8  # dropped programs after which jax's trace cache is cleared: it keeps half a megabyte for each
 
@@ -25,12 +26,14 @@ class ProgramCache:
         limit: the maximum number of programs.
         state: by id, buffers that are state of a program: it uses them without getting them as arguments. Signatures contain their
             ids, so they are kept alive as long as a signature contains them: an id must not be reused.
+        reached: by id, objects that programs reached by name. Signatures contain their ids too.
         newest: the program that was used last, or None.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.state: Mapping[int, Buffer] = {}
+        self.reached: Mapping[int, Any] = {}
         self._programs: dict[Any, list[Program]] = {}
         self._latest: tuple[Any, tuple[Program, ...]] = (None, ())  # the signature of the last lookup, and its programs
         self._used: dict[int, int] = {}  # time of the last use, by id of the program
@@ -55,9 +58,11 @@ class ProgramCache:
             self._latest = key, found
         return found
 
-    def note_state(self, buffers: list[Buffer]) -> None:
-        """Add buffers that are state of a new program."""
+    def note_state(self, captured: Captured) -> None:
+        """Add the state of a new program."""
+        buffers = [b for b in _state_of(captured) if b not in captured.state.slots]
         self.state = {**self.state, **{id(b): b for b in buffers}}
+        self.reached = {**self.reached, **captured.guarded.reached}
 
     def put(self, key: Any, program: Program) -> None:
         """Add a program, and drop the least recently used one if there are more than `limit`."""
@@ -74,7 +79,7 @@ class ProgramCache:
 
     def clear(self) -> None:
         """Drop all programs."""
-        self._programs, self._used, self.state = {}, {}, {}
+        self._programs, self._used, self.state, self.reached = {}, {}, {}, {}
         self._latest, self.newest = (None, ()), None
 
     def drop(self, program: Program) -> None:
@@ -88,10 +93,18 @@ class ProgramCache:
             self.newest = None
         self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in self._programs.items() if programs}
-        named = {id(b) for p in self for b in (*p.captured.inputs.shared, *p.captured.state.consts) if b is not None}
+        if not self._programs:
+            self.reached = {}
+        named = {id(b) for p in self for b in _state_of(p.captured)}
         for key in self._programs:
             named.update(_buffers_in(key))
         self.state = {i: b for i, b in self.state.items() if i in named}
+
+
+def _state_of(captured: Captured) -> Iterator[Buffer]:
+    """The buffers that are state of a program."""
+    asked = (buffer_of(t) for t in captured.guarded.reached.values() if is_device_tensor(t))
+    return (b for b in (*captured.inputs.shared, *captured.state.consts, *asked) if b is not None)
 
 
 def _buffers_in(key: Any) -> Iterator[int]:

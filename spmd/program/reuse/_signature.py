@@ -24,7 +24,7 @@ from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import flatten, unflatten
 from spmd.program.reads import PLAIN
-from spmd.program.trace._arguments import own_storage, shared_containers, with_shared
+from spmd.program.trace._arguments import keys_among, known_objects, own_storage, shared_containers, with_shared
 from spmd.program.trace._gradients import gradient_kind
 
 _TENSOR = repeat(torch.Tensor)
@@ -61,11 +61,12 @@ def signature(
     holders: frozenset[type] = frozenset(),
     varying: Mapping[Any, Collection[int]] = MappingProxyType({}),
     attributes: Collection[str] = (),
+    known: Mapping[int, Any] = MappingProxyType({}),
 ) -> Signature:
     """The signature of a call. Its key has the metadata of tensors, which of them are one, and the type and value of other arguments.
 
     Args:
-        state: by id, buffers that are state of the function. Such a tensor enters the key by identity.
+        state, known: by id, buffers that are state, and objects that the function reached by name. They enter the key by identity.
         holders: classes whose instances are containers even if they have no tensor attribute.
         varying: by structure of the arguments, the positions of numbers that enter the key by type only.
         attributes: names of the Python attributes of tensors that enter the key.
@@ -73,7 +74,7 @@ def signature(
     Raises:
         TraceError: an argument is not a tensor, a container or hashable, so a change of it would not be noticed.
     """
-    flat, tree, shape = _flattened(args, kwargs, holders)
+    flat, tree, shape = _flattened(args, kwargs, holders, known)
     key: list[Any] = [shape, *modes()]
     buffers: list[Buffer] = []
     positions: dict[int, int] = {}
@@ -108,24 +109,24 @@ def signature(
         if own is not value:
             flat[index], place = own, ("view", position)
             copied.append((buffer_of(value), position))
-        gradient = value.requires_grad and _gradient(value)
-        named = _attributes(value, attributes) if attributes else ()
+        gradient, named = value.requires_grad and _gradient(value), _attributes(value, attributes) if attributes else ()
         key.append((place, buffer.shape, own.dtype, gradient, buffer.annotation, type(value), named))
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
     return Signature(tuple(key), buffers, hosts, args, kwargs, copied, numbers)
 
 
-def _flattened(args: Any, kwargs: Any, holders: frozenset[type]) -> tuple[list[Any], Any, Any]:
+def _flattened(args: Any, kwargs: Any, holders: frozenset[type], known: Mapping[int, Any]) -> tuple[list[Any], Any, Any]:
     """The leaves of a call's arguments, their tree, and the key's part for the tree.
 
     If all arguments are tensors, as usual for a training step, tree and key are their number.
     """
     if not kwargs and all(map(isinstance, args, _TENSOR)):
         return list(args), len(args), len(args)
-    flat, tree, _ = flatten((args, kwargs), classes=holders)
-    shared = shared_containers(args, kwargs)
-    return flat, tree, (tree, shared) if shared else tree
+    flat, tree, objects = flatten((args, kwargs), classes=holders)
+    shared, reached = shared_containers(args, kwargs), known_objects(args, kwargs, objects, known) if known else ()
+    keys = tuple(map(_static, keys_among(args, kwargs)))
+    return flat, tree, (tree, shared, reached, keys) if shared or reached or keys else tree
 
 
 def changed_positions(old: Any, new: Any) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, message
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
 from spmd.device._uploaded import host_values, note_sent, window
-from spmd.program.find._objects import ITEMS, Tree, contents_of, unflatten
+from spmd.program.find._objects import ITEMS, Flat, contents_of, unflatten
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import ABSENT, PLAIN, Effect, Recording
+from spmd.program.reads import ABSENT, PLAIN, Effect, Recording, is_same_content
 from spmd.program.trace._host_values import HostArgument
 
 Path = tuple[Any, ...]
@@ -30,9 +30,11 @@ class ArgumentContainers:
         ids: ids of the copies, and of the attribute dicts of the objects among them.
         paths: by id of a copy, the path of the caller's container or object in the arguments.
         tensors: the tensors among the arguments and in the objects.
+        originals: by id of a copy (also of a tensor), the caller's object.
     """
 
-    def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]], objects: list[Any]) -> None:
+    def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]], objects: list[Any], callers: tuple[Any, Any, list[Any]]) -> None:
+        """`call`, `objects`: the copies. `callers`: the caller's positional and keyword arguments, and the objects in them."""
         apart = frozenset(map(id, objects))
         found = [*_walk(call[0], (0,), apart), *(one for name, v in call[1].items() for one in _walk(v, (1, name), apart))]
         for number, instance in enumerate(objects):
@@ -48,6 +50,10 @@ class ArgumentContainers:
         self.paths: dict[int, Path] = {id(container): path for path, container in found}
         self.paths.update((id(instance), (2, number)) for number, instance in enumerate(objects))
         self.ids = {id(c) for _, c, _ in self._found} | {id(c) for c in (*objects, *map(vars, objects), *call)}
+        self._callers = callers
+        self._contents = [(original, copy, contents_of(copy)) for original, copy in zip(callers[2], objects, strict=True)]
+        self.originals: dict[int, Any] = {i: one for i, path in self.paths.items() if isinstance(one := of_caller(path, callers), _MUTABLE)}
+        self.originals.update((id(copy), original) for original, copy, _ in self._contents)
 
     def of_tensor(self, effect: Effect) -> Effect:
         """The effect itself; if it writes an attribute of a tensor argument, the same effect on the caller's tensor."""
@@ -66,6 +72,25 @@ class ArgumentContainers:
                 if now.get(key, ABSENT) is not before.get(key, ABSENT):
                     found.append(Effect(path, key, f"an argument[{key!r}]", before.get(key, ABSENT), now.get(key, ABSENT), _put))
         return found
+
+    def require_one_way(self, reads: Recording, effects: Sequence[Effect]) -> None:
+        """Raise TraceError if the function writes to a container or object among the arguments that it also reaches by another name.
+
+        The trace has a copy of an argument, so the write would change only one of the two.
+        """
+        written = {id(of_caller(e.holder, self._callers) if isinstance(e.holder, tuple) else e.holder) for e in effects}
+        written.update(id(original) for original, copy, before in self._contents if not _is_same_content(contents_of(copy), before))
+        for holder in self.originals.values():
+            parts = [part for part in (holder, attributes_of(holder)) if part is not None]
+            if any(id(part) in written for part in parts) and any(map(reads.has_met, parts)):
+                what = f"{type(holder).__name__} among the arguments is also reached as {reads.name_of(holder)}"
+                raise TraceError(
+                    message(
+                        f"{'an' if what[0] in 'aeiouAEIOU' else 'a'} {what}, and the function writes to it",
+                        "a trace copies its arguments, so a write to one would not be visible in the other",
+                        fix="use it in one way only: as an argument, or by name",
+                    )
+                )
 
 
 def of_caller(path: Path, given: tuple[Any, Any, Any]) -> Any:
@@ -142,37 +167,28 @@ def shared_containers(args: Any, kwargs: Any) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def require_one_way(args: Any, kwargs: Any, reads: Recording | None, effects: Sequence[Effect]) -> None:
-    """Raise TraceError if the function writes to a list or dict among the arguments that it also reaches by another name.
-
-    The trace has a copy of an argument, so the write would change only one of the two.
-    """
-    for effect in effects:
-        path = effect.holder
-        holder = of_caller(path, (args, kwargs, ())) if isinstance(path, tuple) and path[0] != 2 else path
-        if (
-            isinstance(holder, _MUTABLE)
-            and reads is not None
-            and reads.has_met(holder)
-            and (isinstance(path, tuple) or _lies_in((args, kwargs), holder))
-        ):
-            what = (
-                f"a {type(holder).__name__} among the arguments is also reached as {reads.name_of(holder)}, and the function writes to it"
-            )
-            raise TraceError(
-                message(
-                    what,
-                    "a trace copies its arguments, so a write to one would not be visible in the other",
-                    fix="use it in one way only: as an argument, or by name",
-                )
-            )
+def _is_same_content(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether the contents of an object (see `contents_of`) hold the same values."""
+    if now.keys() != before.keys():
+        return False
+    pairs = [(now[name], before[name]) for name in now if name != ITEMS]
+    items = now.get(ITEMS), before.get(ITEMS)
+    return all(a is b for a, b in pairs) and (items[0] is None or is_same_content(*items))
 
 
-def _lies_in(value: Any, container: Any) -> bool:
-    if value is container:
-        return True
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, collections.deque)) else ()
-    return any(_lies_in(part, container) for part in parts)
+def keys_among(args: Any, kwargs: Any) -> list[Any]:
+    """The keys of dicts among the arguments that are no strings: equal ones may differ, as 1, True and 1.0."""
+    found = (c for value in (*args, *kwargs.values()) for _, c in _walk(value, (), frozenset()) if isinstance(c, dict))
+    return [key for c in found for key in c if type(key) is not str]
+
+
+def known_objects(args: Any, kwargs: Any, objects: Sequence[Any], known: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
+    """The containers and objects among the arguments that are among `known` (by id): (number of the occurrence, id) of each."""
+    found = [c for value in (*args, *kwargs.values()) for _, c in _walk(value, (), frozenset()) if isinstance(c, _MUTABLE)]
+    for instance in objects:
+        inside = (c for value in contents_of(instance).values() for _, c in _walk(value, (), frozenset()))
+        found += [instance, *(c for c in inside if isinstance(c, _MUTABLE))]
+    return tuple((number, id(value)) for number, value in enumerate(found) if id(value) in known)
 
 
 def with_shared(copy: Any, model: Any, copies: dict[int, Any] | None = None) -> Any:
@@ -257,22 +273,25 @@ class BoundArguments:
 
     @staticmethod
     def of(
-        args: Any, kwargs: Any, tree: Tree, bound: tuple[list[Any], list[Buffer], list[torch.Tensor]], is_stacked: bool
+        args: Any, kwargs: Any, flat: Flat, bound: tuple[list[Any], list[Buffer], list[torch.Tensor]], is_stacked: bool
     ) -> BoundArguments:
         """The placeholders for a call with `args` and `kwargs`.
 
         Args:
-            tree: the structure of `(args, kwargs)`.
+            flat: `(args, kwargs)`, flattened.
             bound: the result of `bind`.
             is_stacked: see the class.
         """
         leaves, buffers, hosts = bound
-        call, objects = unflatten(leaves, tree)
+        call, objects = unflatten(leaves, flat.tree)
         call = with_shared(call, (args, kwargs))
-        first = tree.root.objects.count(None) if is_stacked else 0  # tensors in objects are not stacked
+        first = flat.tree.root.objects.count(None) if is_stacked else 0  # tensors in objects are not stacked
         owned = {id(leaves[i]): i for i in range(first, len(leaves)) if not isinstance(leaves[i], PLAIN)}
         positions = {buffer_of(t): i for i, t in enumerate(leaves) if is_device_tensor(t)}
-        return BoundArguments(leaves, buffers, hosts, call, objects, ArgumentContainers(call, objects), is_stacked, owned, positions)
+        containers = ArgumentContainers(call, objects, (args, kwargs, flat.objects))
+        copied = zip(leaves, flat.leaves, strict=True)
+        containers.originals.update((id(copy), leaf) for copy, leaf in copied if copy is not leaf and isinstance(leaf, torch.Tensor))
+        return BoundArguments(leaves, buffers, hosts, call, objects, containers, is_stacked, owned, positions)
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:

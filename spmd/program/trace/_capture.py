@@ -24,7 +24,7 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters
 from spmd.program.optim._traced_state import TracedState
 from spmd.program.reads import NumberPlace, ObjectPlace, PartPlace
-from spmd.program.trace._arguments import BoundArguments, bind, require_one_way
+from spmd.program.trace._arguments import BoundArguments, bind
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._captured import Captured, Guarded, PythonWrites, TraceInputs, TraceOutputs, TraceState
 from spmd.program.trace._data_assignment import DataAssignments
@@ -93,7 +93,7 @@ def capture(
     ):
         trace = Trace(
             fn,
-            BoundArguments.of(args, kwargs, flat.tree, (bound, buffers, hosts), is_stacked),
+            BoundArguments.of(args, kwargs, flat, (bound, buffers, hosts), is_stacked),
             found,
             settings,
             TraceOptions(keep_grads, debug_nans, likely_platform(reachable)),
@@ -105,7 +105,7 @@ def capture(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
         )
         unfilled.require_empty()
-        require_one_way(args, kwargs, trace.reads, trace.left.effects)
+        trace.arguments.containers.require_one_way(trace.reads, trace.left.effects)
     return _captured(trace, jaxpr, list(waiting), [place for place in changed if isinstance(place, ObjectPlace)])
 
 
@@ -128,7 +128,8 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], known: list[Objec
     show_held(left.leaves, held)
     if trace.options.keep_grads and not arguments.is_stacked:
         note_gradients(left.leaves, left.returned, {id(g): position.get(id(p), p) for p, g in gradients if g is not None})
-    guarded = Guarded(trace.guards(replaced), trace.places, list(recorder.branches.values()))
+    looked_up = [cache.look_up for cache in trace.reads.caches.values() if cache.lookups]
+    guarded = Guarded(trace.guards(replaced), trace.places, list(recorder.branches.values()), trace.reads.reached())
     return Captured(
         jaxpr=jaxpr,
         inputs=TraceInputs(
@@ -160,7 +161,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], known: list[Objec
             kept_gradients=[g for _, g in gradients if g is not None] if trace.options.keep_grads else [],
         ),
         guarded=guarded,
-        writes=PythonWrites(left.effects, left.actions, recorder.stepped),
+        writes=PythonWrites(left.effects, [*left.actions, *looked_up], recorder.stepped),
         layouts=[*recorder.layouts],
         layers=recorder.layers,
     )

@@ -123,11 +123,13 @@ class Guarded:
         guards: evaluated before each call.
         places: places of the Python values that the trace read.
         branches: conditions on numbers that vary, each with its outcome in the trace.
+        reached: containers, objects and tensors that the function reached by name, by id. An argument that is one has another program.
     """
 
     guards: Guards
     places: list[Place]
     branches: list[tuple[Callable[[], Any], Any]]
+    reached: dict[int, Any]
 
 
 @dataclass(frozen=True)

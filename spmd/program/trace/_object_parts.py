@@ -24,7 +24,7 @@ import torch
 from spmd.base._torch import pytree
 from spmd.program.find._objects import is_object
 from spmd.program.find._static import attributes_of, is_python_class, slots_of
-from spmd.program.reads import Varying, code_of, is_library
+from spmd.program.reads import Pending, Varying, code_of, is_library
 
 # A constructor of the empty object, or None if it can only be created with its parts; (empty object or None, parts) -> object; the parts.
 ObjectParts = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
@@ -48,6 +48,9 @@ def parts_of(value: Any) -> ObjectParts | None:
 
 
 def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
+    if cls is Pending:
+        compute = value.computes()
+        return None, lambda _, parts: compute(parts), value.parts
     if cls is list:
         return list, list.extend, list(value)
     if cls in _MAY_HAVE_ATTRIBUTES and attributes_of(value):  # `state_dict()` returns one with attributes

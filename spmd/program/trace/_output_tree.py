@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spmd.program.reads import ABSENT, PLAIN, NumbersNeeded, Varying
+from spmd.device._numbers import in_python
+from spmd.program.reads import ABSENT, PLAIN, NumbersNeeded, Pending, Varying
 from spmd.program.trace._object_parts import ObjectParts, copied_parts, holds_varying, is_proxy, parts_of
 from spmd.program.trace._one_call import OneCall, is_made_class, title_of, title_of_uncopied
 
@@ -38,15 +39,23 @@ class OutputTree:
         leaves: tensors, plain values, and objects that existed before the trace.
         nodes: the containers and objects, in the order in which they were found.
         one_call: the objects in them that no call can create anew.
+        pending: the values among them that a call computes when it ends.
         shared: the objects from the trace that all calls share, or copy as they are: they are not taken apart.
     """
 
-    def __init__(self, is_before: Callable[[Any], bool]) -> None:
+    def __init__(self, is_before: Callable[[Any], bool], is_stacked: bool) -> None:
+        """
+        Args:
+            is_before: whether an object existed before the trace.
+            is_stacked: a call gives the numbers of several steps.
+        """
         self.leaves: list[Any] = []
         self.nodes: list[Node] = []
         self.one_call = OneCall()
         self.shared: list[Any] = []
-        self._is_before = is_before
+        self.pending: list[Pending] = []
+        self._is_before, self._is_stacked = is_before, is_stacked
+        self._numbers: dict[int, Any] = {}  # by id of its node
         self._refs: dict[int, int] = {}
         self._kept: list[Any] = []
         self._whole: list[int] = []  # numbers of the nodes, each after its parts
@@ -66,9 +75,19 @@ class OutputTree:
         """
         if not is_proxy(value) and isinstance(value, (*PLAIN, torch.Tensor, Varying)) and not isinstance(value, slice):
             return self._leaf(value)
+        number: Any = value if type(value) in (torch.SymFloat, torch.SymBool) else None
+        if number is not None:
+            value = number = self._numbers.setdefault(id(number.node), number)
         if id(value) in self._refs:
             return self._refs[id(value)]
         self._kept.append(value)
+        if number is not None:
+            found = None if self._is_stacked else in_python(number)
+            if found is not None:
+                return self._node(value, (None, lambda _, parts, fn=found[0]: fn(*parts), found[1]))
+            ref = self._refs[id(value)] = self._leaf(value)
+            return ref
+        self.pending += [value] if type(value) is Pending else []
         is_before = not is_new and self._is_before(value)
         found = None if is_before else parts_of(value)
         if not is_before and is_made_class(cls := type(value)) and not self._is_before(cls):
@@ -81,6 +100,9 @@ class OutputTree:
         if found is None:
             ref = self._refs[id(value)] = self._leaf(value)
             return ref
+        return self._node(value, found)
+
+    def _node(self, value: Any, found: ObjectParts) -> int:
         blank, fill, parts = found
         number = len(self.nodes)
         self._refs[id(value)] = ~number

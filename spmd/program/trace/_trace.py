@@ -205,7 +205,7 @@ class Trace:
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._recording_arguments()))
                 reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
-                reads.lengths = self.numbers.lengths
+                reads.lengths, reads.given = self.numbers.lengths, self.arguments.containers.originals
                 reads.fixes_indices, reads.has_own_context = self.settings.fixes_indices, self.settings.has_own_context
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), FlopCounts() as flops, Switches() as switches:
@@ -319,12 +319,15 @@ class Trace:
 
     def _flattened_results(self, result: Any, effects: list[Effect]) -> tuple[list[Any], list[Node], list[int]]:
         """The leaves, nodes and refs of the result, of the written values, and of the contents of the objects among the arguments."""
-        taken = OutputTree(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value))
+        is_stacked = self.arguments.is_stacked
+        taken = OutputTree(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value), is_stacked)
         refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in effects)]
         contents = list(map(contents_of, self.arguments.objects))
         for content in contents:
             taken.take(content.get(ITEMS), is_new=True)
         refs += [taken.take(content, is_new=True) for content in contents]
+        if is_stacked and taken.pending:
+            raise taken.pending[0].needed("value of each step (with steps_per_call)")
         self.one_call = taken.one_call
         self.shared = existing_within(taken.shared, self.reads.is_before)
         return taken.leaves, *taken.ordered(refs)

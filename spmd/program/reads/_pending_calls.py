@@ -1,0 +1,266 @@
+"""Which functions of Python and numpy give a pending value when they are called with numbers that only the device knows.
+
+log.append(round(loss.item(), 4)); json.dumps({"loss": loss.item()}); names[x.argmax().item()]
+
+A function that has an equivalent on the device (`abs`, `math.exp`, `max` of two floats) stays an operation of the program. One that prints
+is done when the call ends (`_pending_outputs`). Any other function that is given a pending value is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import decimal
+import fractions
+import functools
+import itertools
+import json
+import math
+import operator
+import statistics
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spmd.device._host_answers import host_answer
+from spmd.device._numbers import OF_MATH
+from spmd.device._storage import is_device_tensor, load
+from spmd.program.reads._hooks import without_hooks
+from spmd.program.reads._number_calls import needs_known
+from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._pending import (
+    Pending,
+    PendingMethod,
+    is_number,
+    is_pending,
+    is_unknown,
+    item_of,
+    not_taken,
+    parts_in,
+    pending,
+    sample_of,
+    uniform,
+)
+from spmd.program.reads._pending_outputs import is_captured, is_output_call, noted_output
+from spmd.program.reads._pending_texts import text_method
+from spmd.program.reads._varying import Varying
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+_BUILTINS = (
+    *("abs", "ascii", "bin", "bool", "chr", "complex", "divmod", "float", "format", "hex", "int", "len", "max", "min", "oct", "ord", "pow"),
+    *("repr", "round", "sorted", "str", "sum"),
+)
+_OPERATIONS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift", "and_", "or_", "xor", "invert"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "not_", "truth", "getitem"),
+)
+_OF_NUMPY = (
+    *("array", "asarray", "mean", "sum", "std", "var", "median", "average", "min", "max", "amin", "amax", "nanmean", "nansum", "prod"),
+    *("percentile", "quantile", "round", "around", "clip", "isclose", "allclose", "argmax", "argmin", "argsort", "sort", "cumsum", "diff"),
+    *("stack", "concatenate", "nan_to_num", "linalg.norm"),
+)
+_CLASSES = (decimal.Decimal, fractions.Fraction, datetime.timedelta)
+_PURE = {
+    *(id(getattr(builtins, name)) for name in _BUILTINS),
+    *(id(fn) for fn in vars(math).values() if callable(fn)),
+    *(id(getattr(operator, name)) for name in _OPERATIONS),
+    *(id(fn) for name in statistics.__all__ if isinstance(fn := getattr(statistics, name), types.FunctionType)),
+    *(id(operator.attrgetter(name)(np)) for name in _OF_NUMPY),
+    *map(id, (json.dumps, *_CLASSES)),
+}
+_ON_DEVICE = {
+    *(id(getattr(math, name)) for name in ("floor", "ceil", "trunc", "isnan", "isinf", "isfinite", *OF_MATH)),
+    *(
+        id(getattr(operator, name))
+        for name in _OPERATIONS
+        if name not in ("not_", "truth", "getitem", "lshift", "rshift", "and_", "or_", "xor")
+    ),
+    *map(id, (abs, divmod, sum)),
+}
+_OF_ITEMS = set(map(id, (max, min, sum, sorted, math.fsum, math.prod)))  # of all items of a list
+# these compute from what the containers among their arguments hold; the others take containers as they are
+_OF_CONTENT = _OF_ITEMS | {
+    *map(id, (str, repr, ascii, json.dumps, math.dist)),
+    *(id(getattr(statistics, name)) for name in statistics.__all__),
+    *(id(operator.attrgetter(name)(np)) for name in _OF_NUMPY),
+}
+_MOST_LISTED = 64  # elements of a tensor that `tolist` makes numbers of the program: each is an output of it
+_ITERATED = (types.GeneratorType, map, filter, zip, *(type(getattr({}, name)()) for name in ("keys", "values", "items")))
+
+
+def is_pure(fn: Any) -> bool:
+    """Whether `fn` computes a value of Python from numbers and texts, without other effects."""
+    if id(fn) in _PURE:
+        return True
+    owner = getattr(fn, "__self__", None)
+    if type(owner) in (str, bytes):
+        return True
+    if type(owner) is dict:
+        return fn.__name__ == "get"
+    return isinstance(fn, np.ufunc) or (isinstance(fn, type) and issubclass(fn, np.generic))
+
+
+def for_pending(
+    recording: Recording, fn: Any, args: tuple[Any, ...], stores: Callable[[Any], bool], record: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """The callable to use instead of `fn`, with its reads recorded, if it gives a pending value; None for other calls.
+
+    Args:
+        recording, fn, args: the call.
+        stores: whether a function only stores what it is given, or is instrumented.
+        record: records a call without numbers of the device.
+
+    Raises:
+        TraceError: `fn` needs the value of an argument that is pending.
+    """
+    if hasattr(type(fn), "__getattr__"):
+        return None  # an object of the user's, which is called without asking it
+    if is_output_call(fn) and not is_captured(recording, fn, args):
+        return noted_output(recording, fn, args, record)
+    owner: Any = getattr(fn, "__self__", None)
+    if getattr(fn, "__name__", "") == "tolist" and is_device_tensor(owner):
+        return partial(_listed, owner.detach()) if owner.numel() <= _MOST_LISTED and host_answer(load(owner)) is None else None
+    if fn is builtins.map and args and is_pure(args[0]) and any(map(_may_be_unknown, args[1:])):
+        return lambda applied, *items: map(partial(_applied, recording, applied), *items)
+    if not is_pure(fn):
+        return _for_others(fn, args, stores)
+    is_of_content = id(fn) in _OF_CONTENT or type(getattr(fn, "__self__", None)) in (str, bytes)
+    if args and type(args[0]) in _ITERATED and (id(fn) in _OF_ITEMS or getattr(fn, "__name__", "") == "join"):
+        recording.iterate(args[0])
+        return partial(_of_all, recording, fn)
+    if fn in (builtins.str, builtins.repr) and len(args) == 1 and text_method(args[0], 1 + (fn is repr)) is not None:
+        recording.read_text(args[0])
+        return lambda value: text_method(value, 1 + (fn is repr))(value)  # type: ignore[misc]
+    taken = args if is_of_content else tuple(arg for arg in args if type(arg) is Pending or is_number(arg) or _is_text(args))
+    if not any(map(_may_be_unknown, taken)) or not is_unknown(*taken) or _stays_on_device(fn, args):
+        return None
+    for arg in args:
+        _read(recording, arg)
+    if type(owner) is dict:
+        recording.read_content(owner)
+        return partial(_looked_up, owner)
+    # a float is rounded to digits without an error, and to an int with one for nan
+    is_safe = fn is builtins.round and len(args) == 2 and type(args[1]) is int and args[1] >= 0
+    return _INSTEAD.get(id(fn)) or (lambda *given, **options: pending(fn, given, options, is_safe=is_safe))
+
+
+def _is_text(args: tuple[Any, ...]) -> bool:
+    """Whether it is `operator.mod(text, ...)` or the like."""
+    return type(args[0]) in (str, bytes)
+
+
+def _may_be_unknown(arg: Any) -> bool:
+    return type(arg) not in (str, int, float, bool) and any(True for _ in parts_in(arg))
+
+
+def _for_others(fn: Any, args: tuple[Any, ...], stores: Callable[[Any], bool]) -> Callable[..., Any] | None:
+    """The callable for a function that asks for the class of a pending value; None if no argument is pending, or `fn` stores it."""
+    found = next((arg for arg in args if type(arg) is Pending), None)
+    if found is None:
+        if needs_known(fn) and is_pending(*args):
+            raise not_taken(getattr(fn, "__name__", "a function"))
+        return None
+    if fn is builtins.isinstance or (fn is builtins.type and len(args) == 1):
+        return lambda value, *kinds: fn(_sample(value), *kinds)
+    if any(fn is asks for asks in _ASK_OBJECT) or type(fn) is PendingMethod or stores(fn):
+        return None
+    raise found.needed(f"value (an argument of {getattr(fn, '__name__', type(fn).__name__)})")
+
+
+def _sample(value: Pending) -> Any:
+    if value.sample is ABSENT:
+        raise value.needed("class")
+    return value.sample
+
+
+def _read(recording: Recording, value: Any) -> None:
+    """Record what a function of Python reads of an argument: the contents of its containers."""
+    if type(value) in (list, dict, tuple):
+        recording.read_content(value)
+        for item in value.values() if type(value) is dict else value:
+            _read(recording, item)
+
+
+def _of_all(recording: Recording, fn: Any, items: Any, *rest: Any, **options: Any) -> Any:
+    """`fn` of a generator or a view: of the list of its items. Tensors are computed one by one, as on the CPU."""
+    items = iter(items)
+    listed = list(itertools.islice(items, 1))
+    if listed and isinstance(listed[0], torch.Tensor):
+        return fn(itertools.chain(listed, items), *rest, **options)
+    listed += items
+    called = without_hooks(recording, recording.call, fn, listed, *rest, *options.values())
+    return called(listed, *rest, **options)
+
+
+def _applied(recording: Recording, fn: Any, *given: Any) -> Any:
+    """A call of `fn` by a function in C."""
+    return without_hooks(recording, recording.call, fn, *given)(*given)
+
+
+def _looked_up(owner: dict[Any, Any], key: Any, *default: Any) -> Any:
+    """`owner.get(key, default)` for a key that only the device knows."""
+    if not default or default[0] is None:  # a value that may be None would have to be compared with None
+        raise not_taken("get() without a default")
+    return pending(dict.get, (owner, key, *default), None, lambda: uniform([*owner.values(), *default], "get()"))
+
+
+def _sorted(items: Any, **options: Any) -> Any:
+    """`sorted(items)`: a list of as many pending values."""
+    if options.get("key") is not None:
+        raise not_taken("sorted() with a key")
+    samples = [sample_of(part) if type(part) is Pending or is_number(part) else part for part in items]
+    is_uniform = len(set(map(_classes, samples))) == 1
+    return pending(sorted, (items,), options, lambda: samples[:1] * len(samples) if is_uniform else [ABSENT] * len(samples))
+
+
+def _classes(value: Any) -> Any:
+    return tuple(map(_classes, value)) if type(value) is tuple else type(value)
+
+
+def _stays_on_device(fn: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the program computes `fn` of these numbers itself."""
+    if any(isinstance(arg, torch.Tensor) for arg in args):
+        return True
+    if is_pending(*args):
+        return False
+    numbers = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+    kinds = {_kind_of(number) for number in numbers}
+    if not kinds <= {int, float, bool}:
+        return False
+    if fn in (builtins.min, builtins.max):
+        return len(kinds) == 1
+    if fn in (builtins.float, builtins.int, builtins.pow):
+        return len(args) == (2 if fn is builtins.pow else 1) and type(args[0]) is not torch.SymBool
+    return id(fn) in _ON_DEVICE and (len(args) == 1 or getattr(fn, "__module__", "") != "math")
+
+
+def _kind_of(number: Any) -> type:
+    """The type that a number has in Python."""
+    if is_number(number):
+        return number.node.kind
+    return type(number.evaluate()) if type(number) is Varying else type(number)
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """`tensor.tolist()` of a tensor that only the device knows: numbers of the program."""
+    return tensor.item() if not tensor.dim() else list(map(_listed, tensor.unbind()))
+
+
+def _truth(value: Any) -> Any:
+    """`bool(value)`."""
+    if type(value) is Pending:
+        return pending(bool, (value,))
+    return value if value.node.kind is bool else value != 0
+
+
+_INSTEAD: dict[int, Callable[..., Any]] = {id(sorted): _sorted, id(bool): _truth, id(operator.truth): _truth, id(operator.getitem): item_of}
+_ASK_OBJECT = (builtins.id, builtins.hasattr, builtins.getattr, builtins.callable, functools.partial, builtins.vars)
+
+
+__all__ = ["for_pending", "is_pure"]

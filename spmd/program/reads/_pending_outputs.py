@@ -1,0 +1,351 @@
+"""What a function prints, logs or writes to a file with numbers that only the device knows: done when a call ends, in every call.
+
+print(f"loss {loss.item():.4f}"); logger.info("loss %.4f", loss.item()); bar.set_postfix(loss=loss.item())
+
+Output without such numbers is written while the function is traced, unless the function also has output with some. Then every call
+repeats all of it, in order. What the trace has written already is not repeated by the call that follows the trace.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pprint
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spmd.base._errors import TraceError, called_at, message
+from spmd.program.reads._hidden_state import IN_MEMORY, is_output
+from spmd.program.reads._hooks import without_hooks
+from spmd.program.reads._journal import Effect
+from spmd.program.reads._library import is_library
+from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._pending import NotTaken, Pending, is_unknown, not_taken, parts_in, pending
+from spmd.program.reads._pending_texts import text_method
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+_FUNCTIONS = (print, warnings.warn, json.dump, pprint.pprint, pprint.pp)
+_SHOWS = ("builtins", "logging", "warnings", "_warnings")  # modules whose functions only show an argument
+_OF_LOGGERS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+_OF_BARS = ("set_postfix", "set_postfix_str", "set_description", "set_description_str", "update", "write", "refresh")
+_OF_BOARDS = ("add_scalar", "add_scalars", "add_text", "add_hparams")
+_METHODS: dict[str, tuple[str, ...]] = {  # functions and methods in Python, by the start of their module's name
+    "logging": _OF_LOGGERS,
+    "csv": ("writerow", "writerows", "writeheader"),
+    "pathlib": ("write_text", "write_bytes"),
+    "tqdm": _OF_BARS,
+    "rich": ("print", "log"),
+    "torch.utils.tensorboard": _OF_BOARDS,
+    "tensorboardX": _OF_BOARDS,
+    "wandb": ("log",),
+}
+_OF_STREAMS = ("write", "writelines", "flush")
+_RETURN_LENGTHS = ("write", "write_text", "write_bytes")
+_RETURN_OTHERS = ("writerow", "writerows", "writeheader", "update", "refresh")
+_CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_NAMES = frozenset((*_OF_STREAMS, *(fn.__name__ for fn in _FUNCTIONS), *itertools.chain.from_iterable(_METHODS.values())))
+
+
+class Shown:
+    """Stands for an object that is printed: every call prints the texts of the trace."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._texts: tuple[str, str] | None = None
+
+    def settle(self) -> None:
+        """Take the texts of the object, and drop it."""
+        if self._texts is None:
+            self._texts, self._value = (str(self._value), repr(self._value)), None
+
+    def __str__(self) -> str:
+        return self._texts[0] if self._texts else str(self._value)
+
+    def __repr__(self) -> str:
+        return self._texts[1] if self._texts else repr(self._value)
+
+
+class _Line(NamedTuple):
+    code: types.CodeType
+    number: int
+    variables: dict[str, Any]
+
+
+@dataclass
+class Output:
+    """One call that prints, logs or writes.
+
+    Attributes:
+        fn: the function.
+        frames: where it was called, and the callers that `stacklevel` may name: (code, line, globals), the innermost first.
+        given: its arguments, as a pending value.
+        streams: the files that it writes to.
+        shown: the objects that it shows.
+        is_late: whether it is done when a call ends. Otherwise the trace has done it.
+    """
+
+    fn: Callable[..., Any]
+    frames: list[_Line]
+    given: Pending
+    streams: list[Any]
+    shown: list[Shown]
+    is_late: bool
+
+
+def is_output_call(fn: Any) -> bool:
+    """Whether a function only shows what it is given: in a terminal, in a log, in a file."""
+    if type(fn) not in _CALLED:
+        return False
+    name = getattr(fn, "__name__", None)
+    if name not in _NAMES:
+        return False
+    if any(fn is each for each in _FUNCTIONS):
+        return True
+    owner = getattr(fn, "__self__", None)
+    if name in _OF_STREAMS and owner is not None and is_output(owner, name):
+        return True
+    if type(fn) is types.BuiltinMethodType:
+        return type(owner).__module__ == "_csv"
+    if type(fn) not in (types.FunctionType, types.MethodType):
+        return False
+    module = str(fn.__module__)
+    return any(name in names and (module == start or module.startswith(start + ".")) for start, names in _METHODS.items())
+
+
+def is_captured(recording: Recording, fn: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is a `print` into memory, to which the function itself has redirected it: what it reads there is part of the call."""
+    is_own = isinstance(sys.stdout, IN_MEMORY) and sys.stdout is not recording.journal.stdout
+    return fn is print and is_own and not any(isinstance(arg, io.IOBase) for arg in args)
+
+
+def noted_output(
+    recording: Recording, fn: Any, args: tuple[Any, ...], record: Callable[..., Any], frame: types.FrameType | None = None
+) -> Callable[..., Any]:
+    """The callable to use instead of a function of `is_output_call`, with its reads recorded.
+
+    Args:
+        recording, fn, args: the call.
+        record: records a call of a function that is called now.
+        frame: where it is called, by default the user's innermost frame.
+    """
+    frame = frame or _user_frame(sys._getframe(1))
+    if fn is print and any(text_method(arg) is not None for arg in args):
+        return partial(_print, recording, frame, record)
+    is_late = any(output.is_late for output in recording.journal.outputs)
+    if not is_late and not any(True for arg in args for _ in parts_in(arg)):
+        return _at(_line(frame), partial(_note_early, recording, fn, frame), record(recording, fn, args))
+    return partial(_later, recording, fn, frame)
+
+
+def _print(recording: Recording, frame: types.FrameType, record: Callable[..., Any], /, *given: Any, **options: Any) -> None:
+    """`print` of objects whose texts the user's classes make, and may be pending."""
+    texts = [value if (method := text_method(value)) is None else method(value) for value in given]
+    without_hooks(recording, noted_output, recording, print, (*texts, *options.values()), record, frame)(*texts, **options)
+
+
+def _later(recording: Recording, fn: Any, frame: types.FrameType, /, *given: Any, **options: Any) -> Any:
+    if recording.journal.is_in_part:
+        raise TraceError(
+            message(
+                f"{_name(fn)} in the body of a branch or loop in a compiled function, or in a micro-batch",
+                *called_at(),
+                "only the device knows whether and how often the body runs",
+                fix="return the number from it, and print after the branch or loop: print(loss.item())",
+            )
+        )
+    if fn is print and options.get("file") is None and sys.stdout is not recording.journal.stdout:
+        options["file"] = sys.stdout  # redirected by the function
+    _note(recording, fn, frame, True, given, options)
+    name = getattr(fn, "__name__", "")
+    if name in _RETURN_LENGTHS and given:
+        return pending(len, given[:1], is_safe=True) if is_unknown(given[0]) else len(given[0])
+    return pending(partial(_not_kept, name), (), None, lambda: ABSENT, is_safe=True) if name in _RETURN_OTHERS else None
+
+
+def _not_kept(name: str) -> Any:
+    what = f"a compiled function uses the result of {name}(), which a call does when it ends"
+    raise TraceError(message(what, fix="do not use its result, or call it outside of the function"))
+
+
+def _note_early(recording: Recording, fn: Any, frame: types.FrameType, given: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Note a call that is done now. Returns its options, for a call with one more frame."""
+    _note(recording, fn, frame, False, given, options)
+    return {**options, "stacklevel": options["stacklevel"] + 1} if options.get("stacklevel", 1) > 1 else options
+
+
+def _note(recording: Recording, fn: Any, frame: types.FrameType, is_late: bool, given: Sequence[Any], options: dict[str, Any]) -> None:
+    """Note one call. `is_late`: it is done when a call ends; otherwise now."""
+    streams: list[Any] = [owner] if isinstance(owner := getattr(fn, "__self__", None), io.IOBase) else []
+    shown: list[Shown] = []
+
+    def other(value: Any) -> Any:
+        if isinstance(value, io.IOBase) or value is sys.stdout or value is sys.stderr:
+            streams.append(value)
+            return value
+        if str(getattr(fn, "__module__", "")) not in _SHOWS:
+            raise NotTaken
+        shown.append(Shown(value))
+        return shown[-1]
+
+    try:
+        made = Pending(_arguments, tuple(given), options, lambda: None, other)
+    except NotTaken:
+        if is_late:
+            raise not_taken(_name(fn)) from None
+        return  # output of the trace alone
+    if is_late and any(isinstance(stream, IN_MEMORY) and not is_output(stream) for stream in streams):
+        raise _in_memory(fn)
+    for each in shown if is_late else ():
+        recording.read_text(each._value)
+        each.settle()
+    frames = [frame]
+    while len(frames) < options.get("stacklevel", 1) and frame.f_back is not None and not _is_end(frame := _user_frame(frame.f_back)):
+        frames.append(frame)
+    recording.journal.outputs.append(Output(fn, list(map(_line, frames)), made, streams, shown, is_late))
+
+
+def _arguments(*given: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    return given, options
+
+
+def with_outputs(effects: list[Effect], outputs: list[Output], is_before: Callable[[Any], bool]) -> list[Effect]:
+    """The writes of a trace, followed by its output if every call repeats that."""
+    if not any(output.is_late for output in outputs):
+        return effects
+    files = {id(stream): FileOfCall(stream) for output in outputs for stream in output.streams if not is_before(stream)}
+    shown: list[Effect] = []
+    for output in outputs:
+        for each in output.shown:
+            each.settle()
+        shown.append(_effect(output.given, _Put(output, files)))
+    for number, file in files.items():  # each is opened before its first output, and closed after its last one
+        uses = [i for i, output in enumerate(outputs) if any(id(stream) == number for stream in output.streams)]
+        file.first, file.last = shown[uses[0]], shown[uses[-1]]
+    for file in files.values():
+        shown.insert(shown.index(file.first), _effect(None, file.open))
+        shown.insert(shown.index(file.last) + 1, _effect(None, file.close))
+    return [*effects, *shown]
+
+
+def _effect(value: Any, put: Callable[[Any], None]) -> Effect:
+    return Effect(put, ABSENT, "what it prints", ABSENT, value, put)
+
+
+class FileOfCall:
+    """A file that a trace has opened, which every call opens anew.
+
+    Attributes:
+        file: the file in this call.
+        first, last: the writes of its first and its last output.
+
+    Raises:
+        TraceError: it was not opened to write only.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        mode, name = getattr(stream, "mode", ""), getattr(stream, "name", None)
+        if not isinstance(mode, str) or mode.strip("bt") not in ("w", "a", "x") or not isinstance(name, str):
+            raise not_taken("a write to a file that the function has opened")
+        self._options = {} if "b" in mode else {"encoding": stream.encoding, "errors": stream.errors}
+        self._name, self._mode, self._is_new = name, mode, True
+        self.first: Any = None
+        self.last: Any = None
+        self.file: Any = None
+
+    def open(self, _: Any) -> None:
+        """Open the file. For the call that follows the trace, the trace has emptied it."""
+        mode = self._mode.replace("w", "a").replace("x", "a") if self._is_new else self._mode
+        self.file, self._is_new = open(self._name, mode, **self._options), False  # noqa: SIM115
+
+    def close(self, _: Any) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """A method of the file of each call."""
+        return lambda *given, **options: getattr(self.file, name)(*given, **options)
+
+
+class _Put:
+    """Does an output with the arguments of a call."""
+
+    def __init__(self, output: Output, files: dict[int, FileOfCall]) -> None:
+        self._is_done = not output.is_late
+        self._files = {number: files[number] for number in map(id, output.streams) if number in files}
+        its = self._files.get(id(getattr(output.fn, "__self__", None)))
+        self._fn = output.fn if its is None else its.method(output.fn.__name__)
+        for line in output.frames:
+            self._fn = _at(line, None, self._fn)
+
+    def __call__(self, arguments: tuple[Any, dict[str, Any]]) -> None:
+        if self._is_done:  # by the trace, just before this call
+            self._is_done = False
+            return
+        given, options = arguments
+        self._fn(*map(self._of_call, given), **{name: self._of_call(value) for name, value in options.items()})
+
+    def _of_call(self, value: Any) -> Any:
+        return self._files[id(value)].file if id(value) in self._files else value
+
+
+def _name(fn: Any) -> str:
+    return f"{getattr(fn, '__name__', 'an output')}()"
+
+
+def _in_memory(fn: Any) -> TraceError:
+    return TraceError(
+        message(
+            f"{_name(fn)} of a number of the device to a file in memory",
+            *called_at(),
+            "Python writes it when the call ends, and the function may read the file before",
+            fix="collect the texts in a list, texts.append(f'{loss.item():.4f}'), and join them after the call",
+        )
+    )
+
+
+def _user_frame(frame: types.FrameType) -> types.FrameType:
+    """The innermost frame of the user's code, from `frame` outwards."""
+    while is_library(frame.f_globals.get("__name__")) and frame.f_back is not None and not _is_end(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_end(frame: types.FrameType) -> bool:
+    """Whether a frame belongs to what runs a trace, and not to the traced function."""
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("spmd.program.reads._recorder", "run")
+
+
+def _line(frame: types.FrameType) -> _Line:
+    return _Line(frame.f_code, frame.f_lineno, frame.f_globals)
+
+
+def _at(line: _Line, note: Callable[..., dict[str, Any]] | None, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as called from a line of the user's code, which loggers and warnings name.
+
+    `note` gets the arguments before, and returns the options to pass.
+
+    The frame of this call is one more: `stacklevel=2` becomes 3.
+    """
+    made: Any = _calling(fn) if note is None else _noting(note, fn)
+    its = line.code
+    code = made.__code__.replace(co_filename=its.co_filename, co_name=its.co_name, co_qualname=its.co_qualname, co_firstlineno=line.number)
+    return types.FunctionType(code, line.variables, its.co_name, None, made.__closure__)
+
+
+def _calling(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **options: fn(*given, **options)
+
+
+def _noting(note: Callable[..., dict[str, Any]], fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **options: fn(*given, **note(given, options))
+
+
+__all__ = ["Output", "is_captured", "is_output_call", "noted_output", "with_outputs"]

@@ -1,0 +1,56 @@
+"""Refuses, when a trace ends, what later calls cannot check: advanced iterators, closed files, and writes that were not recorded."""
+
+from __future__ import annotations
+
+import collections.abc
+import gc
+import itertools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spmd.program.reads._c_methods import refused
+from spmd.program.reads._hidden_state import IN_MEMORY
+from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._places import ContentPlace
+from spmd.program.reads._places_read import written_tensor
+from spmd.program.reads._random_generators import state_of
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
+
+
+def refuse_unseen(recording: Recording) -> None:
+    """Raise TraceError if the trace did what no call can repeat, or check, to an object from before it."""
+    for used, how in recording.advanced.values():
+        if recording.is_before(used) and not _is_endless(used):
+            kind = "an iterator" if isinstance(used, collections.abc.Iterator) else "an object"
+            raise refused(f"{kind} from before the call ({type(used).__name__}) was {how}")
+    for generator, state in recording.generators.values():
+        if (recording.is_before(generator) or not gc.is_tracked(generator)) and state_of(generator) != state:
+            raise refused(f"a {type(generator).__name__} from before the call was drawn from: random numbers of the host")
+    for place in recording.places.values():
+        if isinstance(place, ContentPlace) and recording.is_before(place.holder):
+            _refuse_unseen_write(recording, place)
+
+
+def _refuse_unseen_write(recording: Recording, place: ContentPlace) -> None:
+    """Refuse a file that was closed; restore and refuse an array or CPU tensor that was read and changed without a recorded write."""
+    held = place.holder
+    if isinstance(held, IN_MEMORY):
+        if type(place) is ContentPlace and held.closed and place.content is not None:
+            raise refused(f"{place.title} was closed, and no call can open it again")
+    elif isinstance(held, (np.ndarray, torch.Tensor)) and not recording.journal.is_written(held, ABSENT) and place.difference() is not None:
+        place.put_back()
+        what = f"{place.title} was written to by code that is not recorded"
+        raise written_tensor(place) if isinstance(held, torch.Tensor) else refused(what)
+
+
+def _is_endless(iterator: Any) -> bool:
+    """Whether an iterator gives the same value forever, so that advancing it changes nothing."""
+    return isinstance(iterator, itertools.repeat) and operator.length_hint(iterator, -1) == -1  # one without `times` has no length
+
+
+__all__ = ["refuse_unseen"]
