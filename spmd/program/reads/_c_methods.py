@@ -14,33 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spmd.base._errors import TraceAgain, TraceError, called_at, message
+from spmd.base._errors import TraceAgain
 from spmd.program.reads._container_methods import CONTAINERS, note_method
 from spmd.program.reads._hidden_state import LOCKS, POINTER, has_hidden_state, is_output, lock_question
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import CDATA
 from spmd.program.reads._random_generators import GLOBAL_RANDOM, state_of
+from spmd.program.reads._trace_errors import refused
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-
-
-def refused(what: str) -> TraceError:
-    """The error for something that a program cannot repeat in each call.
-
-    Args:
-        what: names it, as in "time.time(): a clock".
-    """
-    return TraceError(
-        message(
-            f"the compiled function depends on a value that later calls cannot check: {what}",
-            *called_at(),
-            "the program would use the same value in every call",
-            fix="compute it before the call and pass it as an argument",
-        )
-    )
 
 
 BY_NAME = (POINTER, np.random.BitGenerator, decimal.Context)  # classes with attributes that `note_c_attribute` knows
@@ -129,4 +114,4 @@ INPLACE = frozenset(
 )
 
 
-__all__ = ["BY_NAME", "INPLACE", "ContextNeeded", "note_c_attribute", "note_c_method", "refused"]
+__all__ = ["BY_NAME", "INPLACE", "ContextNeeded", "note_c_attribute", "note_c_method"]

@@ -31,7 +31,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from spmd.device._numbers import is_of_host
-from spmd.program.reads._c_methods import note_c_method, refused
+from spmd.program.reads._c_methods import note_c_method
 from spmd.program.reads._classes import ask_classes, ask_names
 from spmd.program.reads._container_methods import CONTAINERS, STORE, update
 from spmd.program.reads._hidden_state import IN_MEMORY, is_output
@@ -57,6 +57,7 @@ from spmd.program.reads._pending_calls import for_pending
 from spmd.program.reads._process_settings import questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
+from spmd.program.reads._trace_errors import refused
 from spmd.program.reads._varying import (
     NumberMethod,
     NumbersNeeded,

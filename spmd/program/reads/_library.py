@@ -102,3 +102,8 @@ def keeps_state(cls: type) -> bool:
 def is_library_property(found: Any) -> bool:
     """Whether an attribute of a class is a property that library code computes."""
     return type(found) is property and type(found.fget) is types.FunctionType and not is_recorded(found.fget.__module__)
+
+
+def starts_trace(frame: types.FrameType) -> bool:
+    """Whether a frame is of the function that runs a trace: the frames that it calls are of the traced function."""
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("spmd.program.reads._recorder", "run")

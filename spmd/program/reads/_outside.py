@@ -10,7 +10,6 @@ import re
 import stat
 import tempfile
 import types
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,8 +20,7 @@ from spmd.program.find._static import attributes_of, static_attribute
 from spmd.program.reads._library import is_of_python, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN, ContentPlace
-
-Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # a key that identifies it, its title in messages, a function that answers it
+from spmd.program.reads._questions import Question
 
 _ASKS_OF_FILES = (
     "exists",

@@ -26,7 +26,7 @@ import torch
 from spmd.base._branches import catches
 from spmd.base._errors import TraceError, called_at, message, user_line
 from spmd.device._numbers import NumberNode, is_of_host, sample
-from spmd.program.reads._library import is_library
+from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN
 from spmd.program.reads._varying import Varying, is_noted
@@ -364,14 +364,11 @@ def _caught(title: str, line: str) -> TraceError:
 def _catching() -> str:
     """The line of the user's code that would handle an error of the call that it makes now; empty if none would."""
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) != _RUNS:
+    while frame is not None and not starts_trace(frame):
         if not is_library(frame.f_globals.get("__name__")) and catches(frame, _MAY_RAISE):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-_RUNS = ("spmd.program.reads._recorder", "run")  # the function that runs a trace
 
 
 def _title(fn: Any) -> str:

@@ -24,7 +24,7 @@ from spmd.base._errors import TraceError, called_at, message
 from spmd.program.reads._hidden_state import IN_MEMORY, is_output
 from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._journal import Effect
-from spmd.program.reads._library import is_library
+from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._pending import NotTaken, Pending, is_unknown, not_taken, parts_in, pending
 from spmd.program.reads._pending_texts import text_method
@@ -207,7 +207,7 @@ def _note(recording: Recording, fn: Any, frame: types.FrameType, is_late: bool, 
         recording.read_text(each._value)
         each.settle()
     frames = [frame]
-    while len(frames) < options.get("stacklevel", 1) and frame.f_back is not None and not _is_end(frame := _user_frame(frame.f_back)):
+    while len(frames) < options.get("stacklevel", 1) and frame.f_back is not None and not starts_trace(frame := _user_frame(frame.f_back)):
         frames.append(frame)
     recording.journal.outputs.append(Output(fn, list(map(_line, frames)), made, streams, shown, is_late))
 
@@ -313,14 +313,9 @@ def _in_memory(fn: Any) -> TraceError:
 
 def _user_frame(frame: types.FrameType) -> types.FrameType:
     """The innermost frame of the user's code, from `frame` outwards."""
-    while is_library(frame.f_globals.get("__name__")) and frame.f_back is not None and not _is_end(frame):
+    while is_library(frame.f_globals.get("__name__")) and frame.f_back is not None and not starts_trace(frame):
         frame = frame.f_back
     return frame
-
-
-def _is_end(frame: types.FrameType) -> bool:
-    """Whether a frame belongs to what runs a trace, and not to the traced function."""
-    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("spmd.program.reads._recorder", "run")
 
 
 def _line(frame: types.FrameType) -> _Line:

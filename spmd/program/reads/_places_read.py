@@ -20,7 +20,7 @@ from spmd.program.reads._host_bytes import host_bytes
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._outside import Question, answer_place
+from spmd.program.reads._outside import answer_place
 from spmd.program.reads._parts import WITH_ITEMS, is_data, objects_in
 from spmd.program.reads._places import (
     PLAIN,
@@ -31,6 +31,8 @@ from spmd.program.reads._places import (
     items_of,
     shown_key,
 )
+from spmd.program.reads._questions import Question
+from spmd.program.reads._trace_errors import identity_of_argument
 
 if TYPE_CHECKING:
     from spmd.program.reads._varying import Varying
@@ -436,17 +438,6 @@ def is_simple(key: Any) -> bool:
     if type(key) is tuple:
         return all(map(is_simple, key))
     return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__
-
-
-def identity_of_argument(what: str) -> TraceError:
-    """The error for a function that asks which object an argument is."""
-    return TraceError(
-        message(
-            f"the compiled function {what}",
-            "a trace has copies of these arguments, which no other object is",
-            fix="pass a number, a name or a flag that says which one it is",
-        )
-    )
 
 
 def written_tensor(place: Place) -> TraceError:

@@ -30,9 +30,7 @@ import torch
 
 from spmd.base._torch import print_options
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._questions import COLLECTING, questions_of_process, umask
-
-Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # as in `_outside`
+from spmd.program.reads._questions import COLLECTING, Question, questions_of_process, umask
 
 _MAX_DEPTH = 6
 _TEXTS = frozenset(map(id, (builtins.str, builtins.repr, builtins.format, builtins.ascii)))

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from spmd.program.reads._c_methods import refused
 from spmd.program.reads._places import PLAIN, is_same
+from spmd.program.reads._trace_errors import refused
 
-Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # as in `_outside`
+Question = tuple[tuple[Any, ...], str, Callable[[], Any]]  # a key that identifies it, its title in messages, a function that answers it
 
 _ASKS = re.compile(
     r"(get|is|has|list|active|current|main|lookup|guess|enumerate|which|access|find_spec|nl_langinfo|localeconv|_ncall|sched_get)\w*"
@@ -196,4 +196,4 @@ def umask() -> int:
     return found
 
 
-__all__ = ["COLLECTING", "INSTEAD", "questions_of_process", "umask", "why_not_repeated"]
+__all__ = ["COLLECTING", "INSTEAD", "Question", "questions_of_process", "umask", "why_not_repeated"]

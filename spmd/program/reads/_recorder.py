@@ -34,13 +34,14 @@ from spmd.program.reads._memos import read_registry, require_unwritten
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import mapped_operand, matched_value, numpy_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
-from spmd.program.reads._outside import Question, setting_of
+from spmd.program.reads._outside import setting_of
 from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
 from spmd.program.reads._places import CDATA, Expected, Place, SlotPlace, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
 from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
 from spmd.program.reads._process_settings import SETTINGS, question_of_class, questions_of_text
+from spmd.program.reads._questions import Question
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import Replacements
 from spmd.program.reads._unseen import refuse_unseen
@@ -468,8 +469,7 @@ class Recording(PlacesWritten):
         """The writes to objects that existed before the trace, as every call repeats them."""
 
         def is_read(holder: Any, key: Any) -> bool:
-            place = self.place_of(holder, key)
-            return place is not None and place.has_read(key)
+            return (place := self.place_of(holder, key)) is not None and place.has_read(key)
 
         return with_outputs(self.journal.effects(self.is_before, is_read), self.journal.outputs, self.is_before)
 
