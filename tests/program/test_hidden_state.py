@@ -151,6 +151,11 @@ def printed(f: io.StringIO, n: int) -> int:
     return len(f.getvalue())
 
 
+def printed_to(f: io.StringIO, n: int) -> int:
+    print(n, file=f)
+    return len(f.getvalue())
+
+
 def set_to(error: BaseException, n: int) -> int:
     error.args = (n,)
     return error.args[0]
@@ -179,6 +184,7 @@ HELD_IN_C: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callabl
     "recursive lock": (threading.RLock, held, lambda lock: None, lambda lock: lock._is_owned()),
     "text of a lock": (threading.Lock, lambda lock, n: len(repr(lock)), lambda lock: lock.acquire(blocking=False), lambda lock: 0),
     "printed to a file in memory": (io.StringIO, printed, lambda f: None, lambda f: f.getvalue()),
+    "printed to a given file in memory": (io.StringIO, printed_to, lambda f: None, lambda f: f.getvalue()),
     "closed between": (io.StringIO, lambda f, n: 1 + f.closed, lambda f: f.close(), lambda f: 0),
     "arguments of an exception": (lambda: ValueError(1), set_to, lambda e: None, lambda e: e.args),
     "arguments of an exception, between": (lambda: ValueError(1), lambda e, n: e.args[0], lambda e: setattr(e, "args", (5,)), lambda e: 0),

@@ -207,9 +207,16 @@ def in_memory(x: Any) -> str:
     return file.getvalue()
 
 
+def redirected_and_read(x: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as file:
+        print(x.max().item())
+    return file.getvalue()
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "body": (in_a_branch, "in the body of a branch or loop"),
     "file in memory": (in_memory, "to a file in memory"),
+    "redirected to one": (redirected_and_read, "to a file in memory"),
     "choice": (lambda x: print("a") if x.max().item() > 0 else None, "branch"),
     "object in json": (lambda x: json.dump([x.max().item(), Config()], sys.stdout), "may change"),
     "tensor": (lambda x: print(x, x.max().item()), "a tensor of the traced program"),

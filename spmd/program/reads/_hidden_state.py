@@ -41,12 +41,12 @@ def is_output(stream: Any, name: str = "") -> bool:
     """Whether a stream is written to only, or its method `name` only writes. What a function writes is written by its traces."""
     if any(stream is standard for standard in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
         return True
-    if not isinstance(stream, io.IOBase) or isinstance(stream, IN_MEMORY) or _is_in_memory(stream):
+    if not isinstance(stream, io.IOBase) or is_in_memory(stream):
         return False
     return name in _OUTPUT or (type(stream).__module__ in ("io", "_io") and not stream.closed and not stream.readable())
 
 
-def _is_in_memory(stream: Any) -> bool:
+def is_in_memory(stream: Any) -> bool:
     """Whether a file of Python's own classes writes to one in memory."""
     while type(stream).__module__ in ("io", "_io") and not getattr(stream, "closed", True):
         below = getattr(stream, "buffer", None) or getattr(stream, "raw", None)
@@ -124,8 +124,18 @@ LOCKS: dict[type, Callable[[Any], tuple[Callable[[], Any], Callable[[Any], None]
 
 
 def lock_question(lock: Any, title: str) -> tuple[tuple[Any, ...], str, Callable[[], Any]]:
-    """The question whether a lock is held, as in `_outside`."""
+    """The question whether a lock is held, as in `_questions`."""
     return (id(lock), "locked"), f"{title}.locked()", LOCKS[type(lock)](lock)[0]
 
 
-__all__ = ["IN_MEMORY", "LOCKS", "POINTER", "has_hidden_state", "is_output", "lock_question", "put_stream", "stream_content"]
+__all__ = [
+    "IN_MEMORY",
+    "LOCKS",
+    "POINTER",
+    "has_hidden_state",
+    "is_in_memory",
+    "is_output",
+    "lock_question",
+    "put_stream",
+    "stream_content",
+]

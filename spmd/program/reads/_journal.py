@@ -76,7 +76,7 @@ class Journal:
     Attributes:
         num_writes: number of writes noted so far, repeated ones included.
         outputs: what the trace has printed and written to files. See `_pending_outputs`.
-        stdout: the standard output when the trace began.
+        standard: the standard output and the standard error when the trace began.
     """
 
     def __init__(self, is_ignored: Callable[[Any, Any], bool] = lambda holder, key: False) -> None:
@@ -89,7 +89,7 @@ class Journal:
         self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}  # original order of the keys of dicts with removed entries
         self.num_writes = 0
         self.outputs: list[Any] = []
-        self.stdout = sys.stdout
+        self.standard = sys.stdout, sys.stderr
         self._parts: list[Writes] = []  # the innermost last
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:

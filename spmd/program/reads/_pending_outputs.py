@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmd.base._errors import TraceError, called_at, message
-from spmd.program.reads._hidden_state import IN_MEMORY, is_output
+from spmd.program.reads._hidden_state import is_in_memory, is_output
 from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library, starts_trace
@@ -121,9 +121,16 @@ def is_output_call(fn: Any) -> bool:
 
 
 def is_captured(recording: Recording, fn: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is a `print` into memory, to which the function itself has redirected it: what it reads there is part of the call."""
-    is_own = isinstance(sys.stdout, IN_MEMORY) and sys.stdout is not recording.journal.stdout
-    return fn is print and is_own and not any(isinstance(arg, io.IOBase) for arg in args)
+    """Whether it is a `print` of values that the host knows to a file that the function may read: then it is part of the call."""
+    if fn is not print or is_unknown(*args) or any(text_method(arg) is not None for arg in args):
+        return False
+    streams = [arg for arg in args if isinstance(arg, io.IOBase)] or [sys.stdout]
+    return any(_may_be_read(recording, stream) for stream in streams)
+
+
+def _may_be_read(recording: Recording, stream: Any) -> bool:
+    """Whether a stream is a file in memory, other than the standard output that the caller has put there."""
+    return is_in_memory(stream) and not any(stream is standard for standard in recording.journal.standard)
 
 
 def noted_output(
@@ -161,7 +168,7 @@ def _later(recording: Recording, fn: Any, frame: types.FrameType, /, *given: Any
                 fix="return the number from it, and print after the branch or loop: print(loss.item())",
             )
         )
-    if fn is print and options.get("file") is None and sys.stdout is not recording.journal.stdout:
+    if fn is print and options.get("file") is None and sys.stdout is not recording.journal.standard[0]:
         options["file"] = sys.stdout  # redirected by the function
     _note(recording, fn, frame, True, given, options)
     name = getattr(fn, "__name__", "")
@@ -201,7 +208,7 @@ def _note(recording: Recording, fn: Any, frame: types.FrameType, is_late: bool, 
         if is_late:
             raise not_taken(_name(fn)) from None
         return  # output of the trace alone
-    if is_late and any(isinstance(stream, IN_MEMORY) and not is_output(stream) for stream in streams):
+    if is_late and any(_may_be_read(recording, stream) for stream in streams):
         raise _in_memory(fn)
     for each in shown if is_late else ():
         recording.read_text(each._value)
