@@ -5,6 +5,7 @@ The trace has a copy of an argument, so a function that writes to such an object
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -140,3 +141,31 @@ def test_a_tensor_on_the_cpu_that_is_compared_by_identity_is_refused() -> None:
     held, x = torch.ones(2), torch.ones(2, device="jax")
     with pytest.raises(spmd.TraceError, match="compares a tensor among its arguments .* by identity"):
         spmd.compile(lambda t: x * (2.0 if t is held else 3.0))(held)
+
+
+def test_arguments_that_are_compared_with_each_other_may_be_other_tensors_in_each_call() -> None:
+    step = spmd.compile(lambda q, k: q * 2 if q is k else q * k)
+    for value in (1.0, 2.0, 3.0):
+        x, other = torch.full((2,), value, device="jax"), torch.full((2,), 5.0, device="jax")
+        assert (step(x, x).tolist(), step(x, other).tolist()) == ([2 * value] * 2, [5 * value] * 2)
+    assert step.num_traces == 2
+
+
+class Result(collections.OrderedDict[str, Any]):
+    """As the results of Hugging Face's models: a field is also an item."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+def test_an_argument_that_a_method_in_c_stores_is_the_callers() -> None:
+    def filled(given: Held) -> Any:
+        result: Any = Result()
+        result.given, result.w = given, given.w * 2
+        return result
+
+    step, given = spmd.compile(filled), Held("jax")
+    for _ in range(3):
+        result = step(given)
+        assert result.given is given and result["given"] is given and result.w.tolist() == [2.0, 2.0]

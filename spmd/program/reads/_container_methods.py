@@ -23,7 +23,12 @@ _READERS = frozenset(  # methods of containers that change nothing
     )
 )
 STORE = frozenset(("append", "appendleft", "insert", "extend", "update", "setdefault", "__setitem__"))  # only store arguments
-_KEYED = frozenset(("get", "setdefault", "pop", "add", "fromkeys", "__getitem__", "__setitem__"))  # whose first argument is a key
+_KEYED = frozenset(  # whose first argument is a key, or is searched for
+    (
+        *("get", "setdefault", "pop", "add", "discard", "remove", "index", "count", "fromkeys", "move_to_end"),
+        *("__getitem__", "__setitem__", "__delitem__", "__contains__"),
+    )
+)
 _BY_PLACE = frozenset(  # give or store items without a comparison of them
     (
         *("get", "keys", "values", "items", "copy", "pop", "popleft", "popitem", "clear", "reverse", "rotate", "add", "extendleft"),
@@ -66,8 +71,6 @@ def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ..
         recording.mutate(owner)
     if name not in STORE and name not in _BY_PLACE:
         recording.ask_identity(owner, *args)
-        for arg in args:  # `index`, `remove`
-            recording.require_no_key(arg)
     for arg in args if name in _TAKE_ALL else ():
         recording.advance(arg, f"passed to {name}()") if isinstance(arg, Iterator) else recording.read_content(arg)
 

@@ -73,6 +73,7 @@ class PlacesRead:
         self.compared: list[tuple[Any, Any]] = []
         self.lengths: Mapping[int, Varying] = {}
         self.given: Mapping[int, Any] = {}
+        self._arguments: list[Any] = []
         self._classes: dict[type, list[dict[str, Any]]] = {}
         self._missing: list[tuple[DictPlace, Any]] = []
         self._found_in_class: dict[tuple[type, int, str], tuple[Any]] = {}  # until the trace writes to a class
@@ -190,7 +191,11 @@ class PlacesRead:
         """The containers and objects that were read or written by name, and what was compared by identity, by id."""
         holders = [*(place.holder for place in self.places.values()), *self.journal.holders()]
         owners = (self._owners.get(id(holder), holder) for holder in holders)
-        found = [*(o for o in owners if is_data(o) or isinstance(o, WITH_ITEMS)), *(o for pair in self.compared for o in pair)]
+        found = [o for o in owners if is_data(o) or isinstance(o, WITH_ITEMS)]
+        if self.compared:  # an argument is compared with itself (`query is key`) without being reached by name
+            named = {id(value) for place in self.places.values() for value in place.values()}
+            given = set(map(id, self._arguments)) - named
+            found += [o for pair in self.compared for o in pair if id(o) not in given]
         return {id(o): o for o in found if self.is_before(o) and id(o) not in self._ignored and id(o) not in self.given}
 
     def is_before(self, holder: Any) -> bool:

@@ -85,7 +85,6 @@ class Recording(PlacesWritten):
         self._replacements: Replacements | None = None
         self._made_ids: frozenset[int] = frozenset()
         self._existing_ids: set[int] = set()
-        self._arguments: list[Any] = []
 
     # reads
 
