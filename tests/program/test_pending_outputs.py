@@ -213,9 +213,39 @@ def redirected_and_read(x: Any) -> str:
     return file.getvalue()
 
 
+def logged_to(file: io.StringIO) -> logging.Logger:
+    logger = logging.Logger("a")
+    logger.addHandler(logging.StreamHandler(file))
+    return logger
+
+
+def logged_and_read(x: Any) -> str:
+    file = io.StringIO()
+    logged_to(file).info("%.2f", x.max().item())
+    return file.getvalue()
+
+
+def rows_and_read(x: Any) -> str:
+    file = io.StringIO()
+    csv.writer(file).writerow([x.max().item()])
+    return file.getvalue()
+
+
+def logged_and_written(x: Any) -> None:
+    FILE.write("loss")
+    LOGGER.info("%.2f", x.max().item())
+    FILE.write("end")
+
+
+FILE = io.StringIO()
+LOGGER = logged_to(FILE)
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "body": (in_a_branch, "in the body of a branch or loop"),
     "file in memory": (in_memory, "to a file in memory"),
+    "lines": (lambda x: FILE.writelines([f"{x.max().item():.2f}"]), "to a file in memory"),
+    "logged to one": (logged_and_read, "to a file in memory"),
+    "logged between": (logged_and_written, "to a file in memory"),
+    "rows to one": (rows_and_read, "to a file in memory"),
     "redirected to one": (redirected_and_read, "to a file in memory"),
     "choice": (lambda x: print("a") if x.max().item() > 0 else None, "branch"),
     "object in json": (lambda x: json.dump([x.max().item(), Config()], sys.stdout), "may change"),

@@ -29,6 +29,7 @@ import torch
 from spmd.device._host_answers import host_answer
 from spmd.device._numbers import OF_MATH
 from spmd.device._storage import is_device_tensor, load
+from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._number_calls import needs_known
 from spmd.program.reads._number_place import ABSENT
@@ -45,7 +46,7 @@ from spmd.program.reads._pending import (
     sample_of,
     uniform,
 )
-from spmd.program.reads._pending_outputs import is_captured, is_output_call, noted_output
+from spmd.program.reads._pending_outputs import is_captured, is_output_call, noted_output, require_no_output
 from spmd.program.reads._pending_texts import text_method
 from spmd.program.reads._varying import Varying
 
@@ -124,6 +125,8 @@ def for_pending(
     if is_output_call(fn) and not is_captured(recording, fn, args):
         return noted_output(recording, fn, args, record)
     owner: Any = getattr(fn, "__self__", None)
+    if issubclass(type(owner), IN_MEMORY):
+        require_no_output(recording, fn, args)
     if getattr(fn, "__name__", "") == "tolist" and is_device_tensor(owner):
         return partial(_listed, owner.detach()) if owner.numel() <= _MOST_LISTED and host_answer(load(owner)) is None else None
     if fn is builtins.map and args and is_pure(args[0]) and any(map(_may_be_unknown, args[1:])):

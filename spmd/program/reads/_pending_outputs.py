@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import pprint
 import sys
 import types
@@ -303,6 +304,34 @@ class _Put:
         return self._files[id(value)].file if id(value) in self._files else value
 
 
+def require_no_output(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+    """Check a call of a method of a file in memory: it writes no number of the device, and follows no output that may be in that file.
+
+    Raises:
+        TraceError: the file would have to be written now.
+    """
+    if is_unknown(*args):
+        raise _in_memory(fn)
+    for output in recording.journal.outputs:
+        if output.is_late and _may_write_to(output.fn, fn.__self__):
+            raise _in_memory(output.fn)
+
+
+def _may_write_to(fn: Any, stream: Any) -> bool:
+    """Whether a logger, a writer of CSV or a progress bar may write to a file in memory."""
+    owner = getattr(fn, "__self__", None)
+    if fn.__module__ == "logging":
+        logger = owner if isinstance(owner, logging.Logger) else getattr(owner, "logger", logging.root)
+        while logger is not None:
+            if any(getattr(handler, "stream", None) is stream for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+    if type(owner).__module__ in ("csv", "_csv"):  # which do not say where they write to
+        return True
+    return any(getattr(owner, name, None) is stream for name in ("fp", "file", "stream"))
+
+
 def _name(fn: Any) -> str:
     return f"{getattr(fn, '__name__', 'an output')}()"
 
@@ -350,4 +379,4 @@ def _noting(note: Callable[..., dict[str, Any]], fn: Callable[..., Any]) -> Call
     return lambda *given, **options: fn(*given, **note(given, options))
 
 
-__all__ = ["Output", "is_captured", "is_output_call", "noted_output", "with_outputs"]
+__all__ = ["Output", "is_captured", "is_output_call", "noted_output", "require_no_output", "with_outputs"]
