@@ -93,8 +93,7 @@ class ProgramCache:
             self.newest = None
         self._programs = {key: [p for p in programs if p is not program] for key, programs in self._programs.items()}
         self._programs = {key: programs for key, programs in self._programs.items() if programs}
-        if not self._programs:
-            self.reached = {}
+        self.reached = {i: o for p in self for i, o in p.captured.guarded.reached.items()}
         named = {id(b) for p in self for b in _state_of(p.captured)}
         for key in self._programs:
             named.update(_buffers_in(key))

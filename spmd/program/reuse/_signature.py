@@ -22,9 +22,9 @@ from spmd.base._torch import (
 )
 from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
-from spmd.program.find._objects import flatten, unflatten
+from spmd.program.find._objects import contents_of, flatten, unflatten
 from spmd.program.reads import PLAIN
-from spmd.program.trace._arguments import keys_among, known_objects, own_storage, shared_containers, with_shared
+from spmd.program.trace._arguments import containers_among, own_storage, with_shared
 from spmd.program.trace._gradients import gradient_kind
 
 _TENSOR = repeat(torch.Tensor)
@@ -124,8 +124,14 @@ def _flattened(args: Any, kwargs: Any, holders: frozenset[type], known: Mapping[
     if not kwargs and all(map(isinstance, args, _TENSOR)):
         return list(args), len(args), len(args)
     flat, tree, objects = flatten((args, kwargs), classes=holders)
-    shared, reached = shared_containers(args, kwargs), known_objects(args, kwargs, objects, known) if known else ()
-    keys = tuple(map(_static, keys_among(args, kwargs)))
+    containers = containers_among((*args, *kwargs.values()))
+    first: dict[int, int] = {}
+    shared = tuple((i, first[id(c)]) for i, c in enumerate(containers) if first.setdefault(id(c), i) != i)
+    # equal keys may differ, as 1, True and 1.0; strings do not
+    keys = tuple(_static(key) for c in containers if isinstance(c, dict) for key in c if type(key) is not str)
+    for instance in objects if known else ():
+        containers += [instance, *containers_among(contents_of(instance).values())]
+    reached = tuple((i, id(c)) for i, c in enumerate(containers) if id(c) in known) if known else ()
     return flat, tree, (tree, shared, reached, keys) if shared or reached or keys else tree
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,24 +147,24 @@ def _walk(value: Any, path: Path, apart: frozenset[int]) -> Iterator[tuple[Path,
             yield from _walk(item, (*path, index), apart)
 
 
-def shared_containers(args: Any, kwargs: Any) -> tuple[tuple[int, int], ...]:
-    """The lists, dicts and deques that occur more than once among the arguments: (number of the occurrence, number of the first one)."""
-    numbers: dict[int, int] = {}
-    found: list[tuple[int, int]] = []
+def containers_among(values: Iterable[Any]) -> list[Any]:
+    """The lists, dicts and deques in `values`, in order. One that occurs again is listed again, but not what it holds."""
+    found: list[Any] = []
+    seen: set[int] = set()
 
     def walk(value: Any) -> None:
         if isinstance(value, _MUTABLE):
-            number = len(numbers) + len(found)
-            if id(value) in numbers:
-                found.append((number, numbers[id(value)]))
+            found.append(value)
+            if id(value) in seen:
                 return
-            numbers[id(value)] = number
+            seen.add(id(value))
         if isinstance(value, (*_MUTABLE, tuple)):
             for part in value.values() if isinstance(value, dict) else value:
                 walk(part)
 
-    walk((args, kwargs))
-    return tuple(found)
+    for value in values:
+        walk(value)
+    return found
 
 
 def _is_same_content(now: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -174,21 +174,6 @@ def _is_same_content(now: dict[str, Any], before: dict[str, Any]) -> bool:
     pairs = [(now[name], before[name]) for name in now if name != ITEMS]
     items = now.get(ITEMS), before.get(ITEMS)
     return all(a is b for a, b in pairs) and (items[0] is None or is_same_content(*items))
-
-
-def keys_among(args: Any, kwargs: Any) -> list[Any]:
-    """The keys of dicts among the arguments that are no strings: equal ones may differ, as 1, True and 1.0."""
-    found = (c for value in (*args, *kwargs.values()) for _, c in _walk(value, (), frozenset()) if isinstance(c, dict))
-    return [key for c in found for key in c if type(key) is not str]
-
-
-def known_objects(args: Any, kwargs: Any, objects: Sequence[Any], known: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
-    """The containers and objects among the arguments that are among `known` (by id): (number of the occurrence, id) of each."""
-    found = [c for value in (*args, *kwargs.values()) for _, c in _walk(value, (), frozenset()) if isinstance(c, _MUTABLE)]
-    for instance in objects:
-        inside = (c for value in contents_of(instance).values() for _, c in _walk(value, (), frozenset()))
-        found += [instance, *(c for c in inside if isinstance(c, _MUTABLE))]
-    return tuple((number, id(value)) for number, value in enumerate(found) if id(value) in known)
 
 
 def with_shared(copy: Any, model: Any, copies: dict[int, Any] | None = None) -> Any:
