@@ -6,14 +6,14 @@ over the heap, which takes tenths of a second if the heap is large. Nothing is c
 
 from __future__ import annotations
 
-import gc
-
 import torch
+
+from spmd.base._live_objects import live_instances
 
 
 def name_of(tensor: torch.Tensor) -> str:
     """`parameter 'layers.0.up.weight'`, `buffer ...`, or `tensor float32[1024, 4096]` if no module contains it."""
-    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    modules = live_instances(torch.nn.Module)
     for module in modules:
         for kind, registry in (("parameter", "_parameters"), ("buffer", "_buffers")):
             for key, held in module.__dict__.get(registry, {}).items():

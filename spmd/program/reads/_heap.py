@@ -15,10 +15,11 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+from spmd.base._live_objects import live_ids, live_instances
 from spmd.program.reads._library import is_recorded
 
 _MAX_DEAD = 1000  # dead weak references before a cleanup
@@ -31,7 +32,7 @@ class Heap:
         self._functions: dict[int, weakref.ref[types.FunctionType]] = {}  # by id; iterating over a WeakSet is ten times as slow
         self._library: dict[int, types.CodeType] = {}  # code of libraries, by id; cheaper than a check of each function's module
         self._is_kept = False  # the frozen objects were frozen here
-        self._last: list[Any] = []  # created after our freeze: listed unless other code has frozen objects since
+        self._last: Callable[[], None] = _marker()  # created after our freeze: listed unless other code has frozen objects since
         self._was_frozen = False  # other code froze objects
         self._depth = 0
 
@@ -44,14 +45,14 @@ class Heap:
         return found
 
     def _find_functions(self) -> None:
-        found = gc.get_objects()
-        is_ours = self._is_kept and any(o is self._last for o in found)
+        found = live_instances(types.FunctionType)
+        is_ours = self._is_kept and any(fn is self._last for fn in found)
         self._was_frozen = not is_ours and gc.get_freeze_count() > 0  # last, because it counts the frozen objects one by one
         if self._was_frozen:
             gc.unfreeze()
-            found = gc.get_objects()
-        kind, library = types.FunctionType, self._library
-        for fn in [o for o in found if type(o) is kind and id(o.__code__) not in library]:
+            found = live_instances(types.FunctionType)
+        library = self._library
+        for fn in [fn for fn in found if id(fn.__code__) not in library]:
             if is_recorded(fn.__module__):
                 known = self._functions.get(id(fn))
                 if known is None or known() is not fn:
@@ -73,17 +74,21 @@ class Heap:
             if self._was_frozen:
                 gc.freeze()
             self._is_kept = not self._was_frozen
-            self._last = [self]
+            self._last = _marker()
 
     def made(self) -> frozenset[int]:
         """Ids of the objects that were created since `set_apart` and are alive."""
-        return frozenset(map(id, gc.get_objects()))
+        return live_ids()
 
     def before_collection(self, phase: str, info: dict[str, int]) -> None:
         """Callback of the garbage collector: a full collection includes the frozen objects."""
         if self._is_kept and not self._depth and phase == "start" and info["generation"] == 2:
             gc.unfreeze()
             self._is_kept = False
+
+
+def _marker() -> Callable[[], None]:
+    return lambda: None
 
 
 HEAP = Heap()
