@@ -376,7 +376,7 @@ class Adapter:
         named = [*zip(self.names, args, strict=False), *((n, a) for n, a in kwargs.items() if n not in _IGNORED)]
         chosen = self.lowering.promoted
         operands = [_number_or_tensor(a) for n, a in named if (n in chosen if chosen else True) and _is_operand(a)]
-        promoted = elementwise_dtypes(*operands, type_promotion_kind=KIND.DEFAULT)[1]
+        promoted = _promoted(operands)
         result = (results[0] if results else None) or promoted
         if result.is_floating_point and not (promoted.is_floating_point or promoted.is_complex):
             promoted = result
@@ -466,6 +466,16 @@ def _is_operand(arg: Any) -> bool:
     return isinstance(arg, torch.Tensor | torch.SymFloat | int | float | complex) and not isinstance(arg, torch.dtype)
 
 
+def _promoted(operands: list[Any]) -> torch.dtype:
+    """The dtype that torch promotes to. `elementwise_dtypes` knows no complex dtype for a 0-dim float8: it gets a float16 instead."""
+    if any(isinstance(arg, torch.Tensor) and arg.is_complex() and arg.dim() for arg in operands):
+        operands = [
+            _HALF_NUMBER if isinstance(a, torch.Tensor) and a.dtype.itemsize == 1 and a.is_floating_point() and not a.dim() else a
+            for a in operands
+        ]
+    return elementwise_dtypes(*operands, type_promotion_kind=KIND.DEFAULT)[1]
+
+
 def _number_or_tensor(arg: Any) -> Any:
     if isinstance(arg, torch.SymFloat):
         return sample(arg)
@@ -477,5 +487,6 @@ def _number_or_tensor(arg: Any) -> Any:
     return arg
 
 
+_HALF_NUMBER = torch.empty((), dtype=torch.float16, device="meta")
 Kernel = Callable[..., Any]
 __all__ = ["Adapter", "Kernel", "Plan", "is_wrapped_number", "to_torch_dtype"]

@@ -1,5 +1,6 @@
 """The adapter between an overload and its rule: one plan for each combination of dtypes and static arguments, torch's promotion."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,3 +112,12 @@ def test_numbers_too_large_for_eight_bits_become_what_the_cpu_makes_of_them(sour
 def test_a_number_too_large_for_eight_bits_fills_nothing(device: str) -> None:
     with pytest.raises(RuntimeError, match="without overflow"):
         torch.full((2,), 1000.0, dtype=torch.float8_e4m3fn, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("op", [torch.add, torch.mul, torch.eq, lambda c, z: torch.addcmul(c, c, z), lambda c, z: c.clone().add_(z)])
+def test_complex_tensors_take_a_number_of_eight_bits(op: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    c, z = torch.tensor([1 + 2j, 3.0]), torch.tensor(2.0).to(dtype)
+    expected, found = op(c, z), op(c.to("jax"), z.to("jax"))
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found.cpu(), expected)
