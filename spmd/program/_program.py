@@ -454,7 +454,8 @@ def _state_of(captured: Captured) -> tuple[list[Buffer], list[Buffer], list[int]
     position = {id(b): i for i, b in enumerate(captured.inputs.arguments)}
     written = [b for b in captured.state.written if id(b) not in position and b not in captured.state.copies]
     written.sort(key=lambda b: not b.shape)  # 0-dim state last: it is not donated, see Note [Equal counters]
-    read = [b for b in dict.fromkeys(captured.state.consts) if b is not None and b not in set(written)]
+    is_written = set(written)
+    read = [b for b in dict.fromkeys(captured.state.consts) if b is not None and b not in is_written]
     return written, read, [position[id(b)] for b in captured.state.written if id(b) in position]
 
 

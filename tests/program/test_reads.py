@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 import spmd
+from spmd.program.reads import _places_read
 from spmd.program.reads._library import is_recorded
 from tests.oracle import assert_same, batch, twins
 
@@ -167,6 +168,28 @@ def test_a_value_that_the_function_does_not_read_costs_nothing() -> None:
         trainer.history.append(trainer.step(torch.ones(2).to("jax")).sum().item())
         trainer.epoch += 1
     assert trainer.step.num_traces == 1
+
+
+def test_the_work_of_a_trace_grows_with_the_number_of_modules_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`named_modules` asks for every module whether it is in a set of those before it."""
+
+    def num_searched(layers: int) -> int:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))).to("jax")
+        searched: list[Any] = []
+
+        def objects_in(value: Any, **options: Any) -> list[Any]:
+            members = [value, *value] if isinstance(value, (set, tuple, list)) else [value]
+            searched.extend(members)
+            return list(original(value, **options))
+
+        monkeypatch.setattr(_places_read, "objects_in", objects_in)
+        step = spmd.compile(lambda x: x * len([name for name, _ in model.named_modules() if name]))
+        assert step(torch.ones(2, device="jax")).tolist() == [layers] * 2
+        return len(searched)
+
+    original = _places_read.objects_in
+    small, large = num_searched(20), num_searched(80)
+    assert 0 < large < 5 * small
 
 
 def test_a_tensor_that_an_attribute_holds_is_read_anew() -> None:

@@ -37,7 +37,7 @@ def test_a_shared_module_that_holds_itself_ends() -> None:
 def test_layouts_that_fit_ask_for_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = line("fsdp")
     model = Holder().to("jax")
-    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("the heap was walked"))
+    monkeypatch.setattr(gc, "get_objects", lambda *_: pytest.fail("the heap was walked"))
     spmd.fully_shard(model.blocks[0], grid, shard_placement_fn=lambda p: Shard(0))
     spmd.xla_distribute_tensor(model.blocks[1].weight, grid, [Shard(0)])
     spmd.mark_sharding(model.blocks[1].bias, grid, (None,))

@@ -110,7 +110,8 @@ class _ScanCall:
         wanted = [i for i, flow in enumerate(flows) if flow]
         of_carry = [i for i in wanted if i < self.carries]
         constant = [i for i in wanted if i >= self.carries + self.stacks]
-        fixed = {b: v for b, v in self.body.seen.items() if b not in set(self.body.written)}
+        written = set(self.body.written)
+        fixed = {b: v for b, v in self.body.seen.items() if b not in written}
 
         def one(state: Any, stacked: Any) -> Any:
             to_carry, sums = state

@@ -64,7 +64,8 @@ class Region(Executable):
         """
         self.node = recorded.node
         self.varying = sorted(i for i in varying if abs(recorded.numbers[i]) <= _LARGEST_EXACT)
-        self.literals = [(i, exactly(n)) for i, n in enumerate(recorded.numbers) if i not in set(self.varying)]
+        is_varying = set(self.varying)
+        self.literals = [(i, exactly(n)) for i, n in enumerate(recorded.numbers) if i not in is_varying]
         self.mesh = mesh_of(recorded)
         self.platform = platform_of(self.mesh) if self.mesh is not None else platform
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), PartitionSpec())
@@ -75,9 +76,10 @@ class Region(Executable):
         roots = recorded.roots
         # State first, as in every program: jax assigns donated memory to the first result that fits it. 0-dim state is not donated.
         self.donated = [p for p in outputs if p in input_at and p in written and roots[p].shape]
-        self.outputs = [*self.donated, *(p for p in outputs if p not in set(self.donated))]
+        is_donated = set(self.donated)
+        self.outputs = [*self.donated, *(p for p in outputs if p not in is_donated)]
         self._donated = [input_at[p] for p in self.donated]
-        self._kept = [i for i in range(len(recorded.inputs)) if i not in set(self._donated)]
+        self._kept = [i for i, one in enumerate(recorded.inputs) if one.place not in is_donated]
         self.shardings: list[Any] = [None] * len(recorded.inputs)
         self._compile(recorded)
 

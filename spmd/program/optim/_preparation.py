@@ -408,6 +408,7 @@ def _restored(
             if buffer_of(p) is not buffer_of(memory):  # `p.data = new`
                 p.data = memory
         births.put_back()
+        with_new_state = {id(p) for p, *_ in made}
         for p in list(optimizer.state):
             if p in kept_state:
                 state, content = kept_state[p]
@@ -415,7 +416,7 @@ def _restored(
                 if content is not None:
                     state.clear()
                     state.update(content)
-            elif not any(m[0] is p for m in made):
+            elif id(p) not in with_new_state:
                 del optimizer.state[p]
 
 

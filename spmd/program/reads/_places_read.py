@@ -70,6 +70,7 @@ class PlacesRead:
         self._ignored = ignored
         self.met: set[int] = set()
         self.asked: dict[int, Any] = {}
+        self._searched: dict[bool, dict[int, Any]] = {}  # members of sets that were searched with tensors and without, by id
         self.compared: list[tuple[Any, Any]] = []
         self.lengths: Mapping[int, Varying] = {}
         self.given: Mapping[int, Any] = {}
@@ -164,8 +165,17 @@ class PlacesRead:
     def ask_identity(self, *values: Any, of_tensors: bool = True) -> None:
         """Record that the function depends on which objects these are, and all objects and, with `of_tensors`, tensors in them."""
         for value in values:
-            if not isinstance(value, PLAIN):
-                self.asked.update((id(part), part) for part in objects_in(value, with_tensors=of_tensors))
+            if isinstance(value, PLAIN):
+                continue
+            if type(value) is set:  # one that grows (`if module not in seen`) is not searched as a whole for each item
+                value = self._not_searched(value, self._searched.setdefault(of_tensors, {}))
+            self.asked.update((id(part), part) for part in objects_in(value, with_tensors=of_tensors))
+
+    @staticmethod
+    def _not_searched(members: set[Any], searched: dict[int, Any]) -> tuple[Any, ...]:
+        found = tuple(member for member in members if id(member) not in searched)
+        searched.update((id(member), member) for member in found)
+        return found
 
     def note_pair(self, left: Any, right: Any) -> None:
         """Record that two objects are compared by identity."""

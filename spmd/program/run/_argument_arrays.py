@@ -26,7 +26,8 @@ class ArgumentArrays:
 
     def __init__(self, number: int, written: Iterable[int], is_on_mesh: bool) -> None:
         self.written = list(written)
-        self.kept = [i for i in range(number) if i not in set(self.written)]
+        is_written = set(self.written)
+        self.kept = [i for i in range(number) if i not in is_written]
         self.shardings: list[Any] = []
         self._is_on_mesh = is_on_mesh
 
