@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import logging
+import os
 import pathlib
 import pprint
 import sys
@@ -259,6 +260,44 @@ def test_output_that_no_call_can_repeat_is_refused(name: str) -> None:
     with pytest.raises(spmd.TraceError, match=what) as raised:
         spmd.compile(fn)(torch.ones(2).to("jax"))
     assert "fix: " in str(raised.value)
+
+
+def printed_to(path: pathlib.Path, file: Any, x: Any) -> None:
+    print(x.max().item(), file=file)
+
+
+def logged_to_it(path: pathlib.Path, file: Any, x: Any) -> None:
+    logged_to(file).info("%.2f", x.max().item())
+
+
+def row_of_it(path: pathlib.Path, file: Any, x: Any) -> None:
+    csv.writer(file).writerow([x.max().item()])
+
+
+def dict_row_of_it(path: pathlib.Path, file: Any, x: Any) -> None:
+    csv.DictWriter(file, ["loss"]).writerow({"loss": x.max().item()})
+
+
+def text_of_it(path: pathlib.Path, file: Any, x: Any) -> None:
+    path.write_text(f"{x.max().item():.2f}")
+
+
+def contents(path: pathlib.Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("read", [lambda path: path.read_text(), contents, lambda path: path.stat().st_size, os.path.getsize])
+@pytest.mark.parametrize("write", [printed_to, logged_to_it, row_of_it, dict_row_of_it, text_of_it])
+def test_a_file_that_is_written_when_the_call_ends_is_not_read_before(write: Any, read: Any, tmp_path: pathlib.Path) -> None:
+    path, other = tmp_path / "losses.txt", tmp_path / "other.txt"
+    other.write_text("others")
+    with open(path, "a") as file:
+        with pytest.raises(spmd.TraceError, match=r"losses\.txt' is read after .* of a number of the device"):
+            spmd.compile(lambda x: (write(path, file, x), read(path)))(torch.ones(2).to("jax"))
+        assert path.read_text() == ""
+        step = spmd.compile(lambda x: (write(path, file, x), read(other))[1])
+        assert step(torch.ones(2).to("jax")) == read(other)
 
 
 def test_several_steps_per_call_are_refused() -> None:

@@ -54,6 +54,7 @@ from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import is_sized
 from spmd.program.reads._pending_calls import for_pending
+from spmd.program.reads._pending_outputs import require_unwritten
 from spmd.program.reads._process_settings import questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
@@ -103,6 +104,7 @@ _CONCURRENT = {  # functions that run code in another thread or process, by pack
 _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
 
 
+_OF_FILES = frozenset(map(id, (os.stat, os.lstat, os.path.getsize, os.path.getmtime, os.path.getatime, os.path.getctime)))
 _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 
@@ -128,7 +130,12 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         return note_call(recording, inner, args)
     if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
         return functools.partial(note_call(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
-    recording.ask_all((*questions_of_call(fn, args), *questions_of_files(fn, args)))
+    files = questions_of_files(fn, args)
+    if recording.journal.outputs:
+        of_fn = question_of(fn.__func__, (fn.__self__, *args)) if kind is types.MethodType else question_of(fn, args)
+        asked = [question[0] for question in (of_fn, *files) if question is not None]
+        require_unwritten(recording, [args[0]] if id(fn) in _OF_FILES and args else [key[1] for key in asked if key[0] == "file"])
+    recording.ask_all((*questions_of_call(fn, args), *files))
     if (setting := setting_of_call(fn, args)) is not None:
         recording.set_setting(setting)
     if (instead := INSTEAD.get(id(fn))) is not None:

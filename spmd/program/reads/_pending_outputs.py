@@ -8,15 +8,17 @@ repeats all of it, in order. What the trace has written already is not repeated 
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
 import logging
+import os
 import pprint
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -313,23 +315,47 @@ def require_no_output(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
     if is_unknown(*args):
         raise _in_memory(fn)
     for output in recording.journal.outputs:
-        if output.is_late and _may_write_to(output.fn, fn.__self__):
+        if output.is_late and any(stream is fn.__self__ for stream in _files(output)):
             raise _in_memory(output.fn)
 
 
-def _may_write_to(fn: Any, stream: Any) -> bool:
-    """Whether a logger, a writer of CSV or a progress bar may write to a file in memory."""
-    owner = getattr(fn, "__self__", None)
-    if fn.__module__ == "logging":
+def require_unwritten(recording: Recording, paths: Iterable[Any]) -> None:
+    """Check a call that may read files: no output that is written when the call ends is in one of them.
+
+    Raises:
+        TraceError: the file would have to be written now.
+    """
+    late = [output for output in recording.journal.outputs if output.is_late]
+    for output, path in itertools.product(late, paths):
+        if any(_is_at(file, path) for file in _files(output)):
+            raise TraceError(
+                message(
+                    f"the file {os.fspath(path)!r} is read after {_name(output.fn)} of a number of the device to it",
+                    *called_at(),
+                    "Python writes it when the call ends",
+                    fix="read the file outside of the compiled function",
+                )
+            )
+
+
+def _files(output: Output) -> Iterator[Any]:
+    """The files, or their paths, that an output may write to: also those of a logger, a writer of CSV or a progress bar."""
+    owner: Any = getattr(output.fn, "__self__", None)
+    yield from (*output.streams, owner)
+    if output.fn.__module__ == "logging":
         logger = owner if isinstance(owner, logging.Logger) else getattr(owner, "logger", logging.root)
         while logger is not None:
-            if any(getattr(handler, "stream", None) is stream for handler in logger.handlers):
-                return True
+            yield from (getattr(handler, "stream", None) for handler in logger.handlers)
             logger = logger.parent if logger.propagate else None
-        return False
-    if type(owner).__module__ in ("csv", "_csv"):  # which do not say where they write to
-        return True
-    return any(getattr(owner, name, None) is stream for name in ("fp", "file", "stream"))
+    elif type(owner).__module__ in ("csv", "_csv"):
+        yield from (part.__self__ for part in gc.get_referents(getattr(owner, "writer", owner)) if hasattr(part, "__self__"))
+    else:
+        yield from (getattr(owner, name, None) for name in ("fp", "file", "stream"))
+
+
+def _is_at(file: Any, path: Any) -> bool:
+    name = file if isinstance(file, os.PathLike) else getattr(file, "name", None)
+    return isinstance(name, (str, bytes, os.PathLike)) and os.path.exists(name) and os.path.exists(path) and os.path.samefile(name, path)
 
 
 def _name(fn: Any) -> str:
@@ -379,4 +405,4 @@ def _noting(note: Callable[..., dict[str, Any]], fn: Callable[..., Any]) -> Call
     return lambda *given, **options: fn(*given, **note(given, options))
 
 
-__all__ = ["Output", "is_captured", "is_output_call", "noted_output", "require_no_output", "with_outputs"]
+__all__ = ["Output", "is_captured", "is_output_call", "noted_output", "require_no_output", "require_unwritten", "with_outputs"]
