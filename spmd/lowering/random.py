@@ -164,7 +164,7 @@ def _sample_dirichlet(key: Any, self: Any, generator: Any = None) -> Any:
     return jax.random.dirichlet(key, wide(self), self.shape[:-1], _float_of(self.dtype)).astype(self.dtype)
 
 
-@lower("randperm", random=True)
+@lower("randperm", "randperm.generator", random=True)
 def randperm(key: Any, n: int, *, dtype: Any = None) -> Any:
     return jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32)).astype(dtype or jnp.int64)
 

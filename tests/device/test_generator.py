@@ -95,7 +95,8 @@ def test_a_compiled_function_advances_the_generator_as_eager_calls_do() -> None:
     eager, compiled = generator(), generator()
 
     def draw(g: torch.Generator) -> torch.Tensor:
-        return torch.randint(1000, (3,), device="jax", generator=g) - torch.randint(9, (3,), device="jax", generator=g)
+        order = torch.randperm(3, device="jax", generator=g)
+        return torch.randint(1000, (3,), device="jax", generator=g)[order] - torch.randint(9, (3,), device="jax", generator=g)
 
     step = spmd.compile(lambda: draw(compiled))
     for _ in range(3):
@@ -107,6 +108,8 @@ def test_a_compiled_function_advances_the_generator_as_eager_calls_do() -> None:
 def test_a_generator_of_another_device_is_refused() -> None:
     with pytest.raises(SpmdError, match=r"cannot draw from a generator on cpu(?s:.*)fix: make it with torch.Generator\(device='jax'\)"):
         torch.zeros(3, device="jax").normal_(generator=torch.Generator())
+    with pytest.raises(SpmdError, match="cannot draw from a generator on cpu"):
+        torch.randperm(3, device="jax", generator=torch.Generator())
 
 
 def test_the_cpu_keeps_its_generators() -> None:

@@ -5,12 +5,15 @@ import array
 import bisect
 import builtins
 import collections
+import collections.abc
 import contextvars
 import ctypes
 import dataclasses
 import enum
 import functools
 import gzip
+import importlib
+import json
 import logging
 import operator
 import os
@@ -20,11 +23,12 @@ import sys
 import tempfile
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.interpolate
 import torch
 import torch.nn as nn
 
@@ -1248,3 +1252,154 @@ def in_the_class_of_a_module() -> tuple[Read, Write]:
     kinds = {value: type(f"Kind{value}", (Kind,), {"forward": lambda self, value=value: value}) for value in (2.0, 3.0, 5.0)}
     held = Kind()
     return lambda: held(), lambda v: setattr(held, "__class__", kinds[v])
+
+
+class Bare:
+    """What is read of it is an attribute of its class, and of no dict of its own."""
+
+    scale: float
+
+
+SHOWN = "{0.scale}"
+
+
+class Pair(NamedTuple):
+    scale: float = 2.0
+    other: float = 0.0
+
+
+class OwnMapping(collections.abc.Mapping[str, float]):
+    def __init__(self) -> None:
+        self.held = {"scale": 2.0}
+
+    def __getitem__(self, key: str) -> float:
+        return self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+@place
+def in_a_class_of_a_class_that_an_attrgetter_reads() -> tuple[Read, Write]:
+    inner = type("Inner", (), {"scale": 2.0})
+    held, get = type("Outer", (), {"inner": inner()})(), operator.attrgetter("inner.scale")
+    return lambda: get(held), lambda v: setattr(inner, "scale", v)
+
+
+@place
+def in_a_module_that_an_attrgetter_is_mapped_over() -> tuple[Read, Write]:
+    held = nn.ModuleList([nn.Identity()])
+    held[0].scale = 2.0
+    return lambda: next(map(operator.attrgetter("scale"), held)), lambda v: setattr(held[0], "scale", v)
+
+
+@place
+def in_a_module_that_is_reduced_by_getattr() -> tuple[Read, Write]:
+    held = nn.Sequential(nn.Identity())
+    held[0].scale = 2.0
+    return lambda: functools.reduce(getattr, ["0", "scale"], held), lambda v: setattr(held[0], "scale", v)
+
+
+@place
+def in_a_class_that_a_text_is_formatted_with() -> tuple[Read, Write]:
+    held = type("Kind", (Bare,), {"scale": 2.0})()
+    return lambda: float(SHOWN.format(held)), lambda v: setattr(type(held), "scale", v)
+
+
+@place
+def in_an_object_without_attributes_so_far() -> tuple[Read, Write]:
+    held = type("Kind", (Bare,), {"scale": 2.0})()
+    return lambda: float(SHOWN.format(held)), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_slot_that_a_text_is_formatted_with() -> tuple[Read, Write]:
+    held = Slots()
+    return lambda: float(SHOWN.format(held)), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_an_attribute_of_a_list_that_a_text_is_formatted_with() -> tuple[Read, Write]:
+    held: Any = MyList([1.0])
+    held.scale = 2.0
+    return lambda: float(SHOWN.format(held)), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_method_that_an_encoder_of_json_calls() -> tuple[Read, Write]:
+    encoder = type("Encoder", (json.JSONEncoder,), {"default": lambda self, value: 2.0})
+    return lambda: float(json.dumps(Plain(), cls=encoder)), lambda v: setattr(encoder, "default", lambda self, value: v)
+
+
+@place
+def in_a_method_that_an_enum_calls() -> tuple[Read, Write]:
+    kinds = enum.Enum("Kinds", {"two": 2.0, "three": 3.0, "five": 5.0})
+    kinds._missing_ = classmethod(lambda cls, value: cls(2.0))
+    return lambda: kinds("none").value, lambda v: setattr(kinds, "_missing_", classmethod(lambda cls, value: cls(v)))
+
+
+@place
+def in_the_class_of_a_tensor() -> tuple[Read, Write]:
+    kind = type("Kind", (torch.Tensor,), {"scale": 2.0})
+    held: Any = torch.ones(1).as_subclass(kind)
+    return lambda: held.scale, lambda v: setattr(kind, "scale", v)
+
+
+@place
+def in_a_mapping_of_ones_own() -> tuple[Read, Write]:
+    held = OwnMapping()
+    return lambda: sum(held.values()), lambda v: held.held.update(scale=v)
+
+
+@place
+def in_a_dict_that_a_proxy_is_made_of() -> tuple[Read, Write]:
+    held = {"scale": 2.0}
+    return lambda: types.MappingProxyType(held)["scale"], lambda v: held.update(scale=v)
+
+
+@place
+def in_a_global_that_a_text_names() -> tuple[Read, Write]:
+    set_global(2.0)
+    return lambda: eval("GLOBAL"), set_global
+
+
+@place
+def in_what_a_module_gives_for_a_name() -> tuple[Read, Write]:
+    module: Any = types.ModuleType("of_a_test")
+    module.__getattr__ = lambda name: 2.0
+    return lambda: module.scale, lambda v: setattr(module, "__getattr__", lambda name: v)
+
+
+@place
+def in_a_module_that_is_imported_by_name() -> tuple[Read, Write]:
+    sys.modules["spmd_of_a_test"] = types.SimpleNamespace(scale=2.0)  # type: ignore[assignment]
+    read = lambda: importlib.import_module("spmd_of_a_test").scale  # noqa: E731
+    return read, lambda v: sys.modules.update(spmd_of_a_test=types.SimpleNamespace(scale=v))  # type: ignore[arg-type]
+
+
+@place
+def in_a_named_tuple_whose_class_is_asked_for() -> tuple[Read, Write]:
+    held = types.SimpleNamespace(pair=Pair())
+    return lambda: held.pair.scale if type(held.pair) is Pair else 0.0, lambda v: setattr(held, "pair", held.pair._replace(scale=v))
+
+
+@place
+def in_a_dataset_of_torch() -> tuple[Read, Write]:
+    scales = [2.0, 3.0, 5.0]
+    held = torch.utils.data.Subset(scales, [0])  # type: ignore[arg-type]
+    return lambda: held[0], lambda v: setattr(held, "indices", [scales.index(v)])
+
+
+@place
+def in_a_polynomial_of_numpy() -> tuple[Read, Write]:
+    held = np.poly1d([2.0])
+    return lambda: float(held(0.0)), lambda v: held.coeffs.__setitem__(0, v)
+
+
+@place
+def in_a_spline_of_scipy() -> tuple[Read, Write]:
+    held = scipy.interpolate.CubicSpline([0.0, 1.0, 2.0], [2.0, 2.0, 2.0])
+    return lambda: float(held(0.0)), lambda v: held.c.__setitem__((3, 0), v)

@@ -210,3 +210,26 @@ def test_a_change_of_what_was_looked_up_is_used() -> None:
         ours = [float(found) for found in step(x.to("jax"))]
         assert ours == [read() for read in reads]
     assert step.num_traces <= 1 + len(changes)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_another_method_of_an_autograd_function_is_used() -> None:
+    def gradient(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = Doubled.apply(x)
+        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+    step, x = spmd.compile(gradient), torch.ones(2)
+    for name, method in {"": None, "backward": lambda ctx, grad: grad * 5, "forward": lambda ctx, x: x * 7}.items():
+        if method is not None:
+            setattr(Doubled, name, staticmethod(method))
+        assert [found.tolist() for found in step(x.to("jax"))] == [found.tolist() for found in gradient(x)]

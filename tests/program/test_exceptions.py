@@ -6,8 +6,10 @@ tensors: with the failures where the device is eager, without them where the ste
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -528,3 +530,25 @@ def test_an_exception_is_the_users_and_the_next_step_is_right(row: tuple[str, st
         assert_same(loss, host.step(x))
         assert_same(device.tensors(), host.tensors())
     assert len(PLACES) >= 20
+
+
+def test_an_exception_holds_plain_numbers() -> None:
+    class StoppedError(Exception):
+        at: Any
+
+    state = types.SimpleNamespace(n=0, fails=False)
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        if state.fails:
+            error = StoppedError(state.n, [state.n + 1])
+            error.at = {"n": (state.n, types.SimpleNamespace(n=state.n))}
+            raise error from KeyError(state.n)
+        return x * state.n
+
+    step, x = spmd.compile(count), torch.ones(1).to("jax")
+    for state.n, state.fails in ((1, False), (2, False), (3, False), (4, True)):
+        with pytest.raises(StoppedError) if state.fails else contextlib.nullcontext() as caught:
+            step(x)
+    error: Any = caught.value  # type: ignore[union-attr]
+    numbers = (error.args[0], *error.args[1], error.at["n"][0], error.at["n"][1].n, error.__cause__.args[0])
+    assert (numbers, set(map(type, numbers))) == ((4, 5, 4, 4, 4), {int})

@@ -36,6 +36,10 @@ REPLACED = {
     "in_a_file_of_an_encoding",
     "in_a_compressed_file",
     "in_a_file_by_its_path",
+    "in_a_method_that_an_encoder_of_json_calls",
+    "in_a_method_that_an_enum_calls",
+    "in_what_a_module_gives_for_a_name",
+    "in_a_module_that_is_imported_by_name",
 }
 VALUES = (2.0, 2.0, 3.0, 3.0, 2.0, 5.0, 3.0)
 

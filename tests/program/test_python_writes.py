@@ -136,6 +136,13 @@ def counted(s: State) -> None:
     s.count += 1
 
 
+def entries_that_move(s: State) -> None:
+    s.name += ",".join(s.table)
+    s.table["w"] = len(s.table)
+    del s.table["a"], s.table["w"]
+    s.table["a"], s.table["w"] = 0, 1
+
+
 def swap(s: State) -> None:
     s.items, s.name = [*s.items, len(s.items)], s.name + "x"
 
@@ -155,6 +162,7 @@ ROWS: dict[str, Write] = {
     "an attribute": lambda s, x: setattr(s, "count", s.count + 1),
     "a flag": lambda s, x: setattr(s, "flag", not s.flag),
     "several": lambda s, x: swap(s),
+    "entries that move": lambda s, x: entries_that_move(s),
     "an iterator of one's own": lambda s, x: (next(s.own), sum(s.own), [v for v in s.own]),
     "the environment": lambda s, x: in_the_environment(s),
     "a number of C": lambda s, x: (setattr(s.number, "value", s.number.value + 1), setattr(s, "count", s.number.value)),

@@ -1,5 +1,6 @@
 """Python values that a compiled function reads: a change of one is noticed, and the changes it makes itself happen in every call."""
 
+import pickle
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -442,3 +443,22 @@ def test_what_a_text_shows_of_an_array_is_read() -> None:
 )
 def test_a_library_is_taken_as_a_whole_but_for_the_objects_that_it_gives(module: str, is_looked_into: bool) -> None:
     assert is_recorded(module) is is_looked_into
+
+
+def test_a_list_that_is_mapped_is_read_with_its_length() -> None:
+    held = [1.0, 2.0]
+    step, x = spmd.compile(lambda x: [x * value for value in map(float, held)]), torch.ones(1).to("jax")
+    for change in (
+        lambda: None,
+        lambda: held.__setitem__(0, 5.0),
+        lambda: held.append(9.0),
+    ):  # the second makes the item a number that varies
+        change()
+        assert [found.item() for found in step(x)] == held
+
+
+def test_a_pickle_of_numbers_that_change_is_pythons() -> None:
+    held: dict[str, Any] = {"n": 0}
+    step, x = spmd.compile(lambda x: (x, pickle.dumps(held))), torch.ones(1).to("jax")
+    for held["n"] in range(4):
+        assert step(x)[1] == pickle.dumps(held)

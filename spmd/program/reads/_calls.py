@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import datetime
 import functools
+import importlib
 import io
 import logging
 import math
@@ -31,12 +32,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from spmd.device._numbers import is_of_host
+from spmd.program.reads._attribute_readers import with_readers
 from spmd.program.reads._c_methods import note_c_method
 from spmd.program.reads._classes import ask_classes, ask_names
 from spmd.program.reads._container_methods import CONTAINERS, STORE, update
 from spmd.program.reads._hidden_state import IN_MEMORY, is_output
 from spmd.program.reads._journal import is_environment
-from spmd.program.reads._library import is_recorded
+from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import for_noted_sizes
@@ -54,10 +56,11 @@ from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import is_sized
 from spmd.program.reads._pending_calls import for_pending
-from spmd.program.reads._pending_outputs import require_unwritten
+from spmd.program.reads._pending_outputs import require_unwritten, user_frame
 from spmd.program.reads._process_settings import questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
+from spmd.program.reads._source_text import note_source
 from spmd.program.reads._trace_errors import refused
 from spmd.program.reads._varying import (
     NumberMethod,
@@ -182,7 +185,8 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
 
 def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
-    if (instead := for_pending(recording, fn, args, _takes_varying, _record) or with_key_function(recording, fn, args)) is not None:
+    instead = for_pending(recording, fn, args, _takes_varying, _record) or with_key_function(recording, fn, args)
+    if (instead := instead or with_readers(recording, fn, args)) is not None:
         return instead
     if (instead := _call_with_varying(recording, fn, args)) is not None:
         return instead
@@ -286,6 +290,8 @@ def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[A
     if fn.__module__ == "os" and fn.__name__ in ("getenv", "getenvb"):
         recording.read_content(fn.__globals__["environ"])
     _refuse_by_name(fn)
+    if fn is importlib.import_module:
+        recording.imported(args[0], len(args) - 1)
     if fn is logging.addLevelName:
         for names in (logging._levelToName, logging._nameToLevel):
             recording.mutate(recording.owned(logging, names))
@@ -374,6 +380,8 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
     """Record a call of a function of a C module."""
     args: Any = given
     recording.ask(fn, question_of(fn, args))
+    if (fn is builtins.eval or fn is builtins.exec) and not any(isinstance(arg, dict) for arg in args[1:]):
+        note_source(recording, args[0], user_frame(sys._getframe()))
     if fn is builtins.hash:
         recording.require_no_key(*args)
         recording.ask_identity(*args)
@@ -435,3 +443,6 @@ def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
         recording.read_special_methods(cls)
         for name in ("__new__", "__init__"):
             recording.load_attr(cls, name)
+        makers = (getattr(type(cls), "__call__", None), cls.__new__, cls.__init__)  # noqa: B004 - the function of the metaclass
+        if any(type(fn) is types.FunctionType and is_library(fn.__module__) and not is_recorded(fn.__module__) for fn in makers):
+            recording.read_classes(cls)

@@ -233,7 +233,16 @@ class Journal:
                 was_read = is_read(written.holder, written.key)
                 place = written.holder, written.key, written.title
                 effects.append(Effect(*place, written.before, now, put, written.read, written.is_content, was_read, put_in))
+        for holder, _ in self._orders.values():
+            self._order_as_left(holder, effects)
         return effects
+
+    def _order_as_left(self, holder: dict[Any, Any], effects: list[Effect]) -> None:
+        """Sort the writes to a dict from which entries were removed: they put entries last, in the order in which the trace left them."""
+        order = {_token(key): position for position, key in enumerate(dict_class(holder).keys(holder))}
+        places = [i for i, effect in enumerate(effects) if effect.holder is holder and _token(effect.key) in order]
+        for i, effect in zip(places, sorted((effects[i] for i in places), key=lambda e: order[_token(e.key)]), strict=True):
+            effects[i] = effect
 
     def undo(self, is_before: Callable[[Any], bool]) -> None:
         """Restore every object that existed before the trace."""

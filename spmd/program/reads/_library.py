@@ -61,9 +61,11 @@ _LIBRARIES = frozenset(
 _WITHOUT_STATE = frozenset(
     {"logging", "warnings", "io", "_io", "builtins", "functools", "importlib", "inspect", "typing", "tempfile", "unittest", "__main__"}
 )
+_WITH_STATE = frozenset({"numpy", "scipy", "sklearn", "networkx", "sortedcontainers"})  # libraries whose objects change
 _USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package, instrumented like user code
 _RECORDED = (  # parts of libraries that are instrumented
     *("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions"),
+    *("torch.utils.data.dataset", "torch.utils.data.sampler"),
     *("einops.layers", "einx.nn", "contextlib", "queue"),
 )
 
@@ -93,10 +95,11 @@ def is_of_python(module_name: str | None) -> bool:
 def keeps_state(cls: type) -> bool:
     """Whether instances of a library's class have attributes that its methods change, such as the value of a semaphore.
 
-    That is taken of Python's own classes, except for constants and for output, which no call repeats.
+    That is taken of Python's own classes, except for constants and for output, which no call repeats, and of libraries of data.
     """
     has_attributes = bool(cls.__dictoffset__) or "__slots__" in vars(cls)
-    return has_attributes and is_of_python(cls.__module__) and not issubclass(cls, enum.Enum)
+    is_stateful = is_of_python(cls.__module__) or str(cls.__module__).partition(".")[0] in _WITH_STATE
+    return has_attributes and is_stateful and not issubclass(cls, enum.Enum)
 
 
 def is_library_property(found: Any) -> bool:

@@ -1,4 +1,5 @@
-"""`sorted`, `min`, `max`, `filter` and `map` with a function of the user's: of each item they read only what that function returns.
+"""`sorted`, `min`, `max`, `filter` and `map` with a function of the user's or an `attrgetter`: of each item they read
+only what that function returns.
 
 for callback in sorted(callbacks, key=lambda c: c.priority): ...   # other attributes of the callbacks are not guarded
 """
@@ -6,10 +7,12 @@ for callback in sorted(callbacks, key=lambda c: c.priority): ...   # other attri
 from __future__ import annotations
 
 import builtins
+import operator
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from spmd.program.reads._attribute_readers import reader
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import PLAIN
 from spmd.program.reads._varying import Varying
@@ -26,10 +29,11 @@ def with_key_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> C
     if len(args) < 2 or not (any(fn is f for f in _BY_KEY) or any(fn is f for f in _OF_EACH)):
         return None
     is_of_each = any(fn is f for f in _OF_EACH)
-    given: Any = args[0] if is_of_each else next(filter(_is_users, args[1:]), None)
-    if not _is_users(given) or any(type(arg) is Varying for arg in args):
+    key: Any = args[0] if is_of_each else next(filter(_is_recorded, args[1:]), None)
+    if not _is_recorded(key) or any(type(arg) is Varying for arg in args):
         return None
-    recording.read_function(given)
+    given: Any = reader(recording, key) or key
+    recording.read_function(key)
     for items in args[1:] if is_of_each else args[:1]:
         recording.iterate(items)
 
@@ -44,8 +48,10 @@ def with_key_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> C
     return lambda *items, **options: fn(*items, **{**options, "key": seen})
 
 
-def _is_users(value: Any) -> bool:
-    return type(value) is types.FunctionType and is_recorded(value.__module__)
+def _is_recorded(value: Any) -> bool:
+    if type(value) is types.FunctionType:
+        return is_recorded(value.__module__)
+    return type(value) is operator.attrgetter or value is builtins.getattr
 
 
 __all__ = ["with_key_function"]

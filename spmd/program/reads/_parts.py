@@ -73,14 +73,13 @@ def with_tuple_items(values: Iterable[Any]) -> Iterator[Any]:
 def parts_of(value: Any, recording: PlacesRead) -> list[Any]:
     """The mutable objects that a library can reach directly from `value`."""
     kind = type(value)
+    own = _of_own_class(value, kind, recording)
     if issubclass(kind, dict):
-        return list(dict.values(value))
+        return [*dict.values(value), *own]
     if issubclass(kind, (collections.UserDict, collections.UserList)):
-        return [value.data]
-    if issubclass(kind, (list, tuple, collections.deque)):
-        return list(value)
-    if issubclass(kind, (set, frozenset)):
-        return list(value)
+        return [value.data, *own]
+    if issubclass(kind, (list, tuple, collections.deque, set, frozenset)):
+        return [*value, *own]
     if issubclass(kind, functools.partial):
         return [value.func, value.args, recording.owned(value, value.keywords)]
     if issubclass(kind, types.MethodType):
@@ -92,9 +91,23 @@ def parts_of(value: Any, recording: PlacesRead) -> list[Any]:
     is_container = issubclass(kind, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
     if issubclass(kind, Iterator) or (is_library(kind.__module__) and not (is_container or keeps_state(kind))):
         return []
+    kept = [part for part in slots_of(value).values() if not isinstance(part, PLAIN)] if keeps_state(kind) else []
+    for part in kept:
+        if not gc.is_tracked(part):  # nothing else says when it was made; another object may have been there before `value`
+            recording.owned(value, part)
+    attributes = None if own else recording.attributes(value)
+    return [*([] if attributes is None else [attributes]), *kept, *own]
+
+
+def _of_own_class(value: Any, kind: type, recording: PlacesRead) -> list[Any]:
+    """The attributes of an object of a class of the user's: its dict, and what is in its slots, which are recorded as read."""
+    if not is_python_class(kind) or is_library(kind.__module__) or issubclass(kind, (torch.Tensor, type)):
+        return []
+    slots = slots_of(value)
+    for descriptor in slots:
+        recording.read_slot(value, descriptor)
     attributes = recording.attributes(value)
-    kept = slots_of(value).values() if keeps_state(kind) else ()
-    return [*([attributes] if attributes else ()), *(recording.owned(value, part) for part in kept if not isinstance(part, PLAIN))]
+    return [*([] if attributes is None else [attributes]), *slots.values()]
 
 
 def is_data(value: Any) -> bool:

@@ -130,6 +130,8 @@ def for_pending(
     if getattr(fn, "__name__", "") == "tolist" and is_device_tensor(owner):
         return partial(_listed, owner.detach()) if owner.numel() <= _MOST_LISTED and host_answer(load(owner)) is None else None
     if fn is builtins.map and args and is_pure(args[0]) and any(map(_may_be_unknown, args[1:])):
+        for items in args[1:]:
+            recording.iterate(items)
         return lambda applied, *items: map(partial(_applied, recording, applied), *items)
     if not is_pure(fn):
         return _for_others(fn, args, stores)

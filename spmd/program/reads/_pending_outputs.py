@@ -146,7 +146,7 @@ def noted_output(
         record: records a call of a function that is called now.
         frame: where it is called, by default the user's innermost frame.
     """
-    frame = frame or _user_frame(sys._getframe(1))
+    frame = frame or user_frame(sys._getframe(1))
     if fn is print and any(text_method(arg) is not None for arg in args):
         return partial(_print, recording, frame, record)
     is_late = any(output.is_late for output in recording.journal.outputs)
@@ -217,7 +217,7 @@ def _note(recording: Recording, fn: Any, frame: types.FrameType, is_late: bool, 
         recording.read_text(each._value)
         each.settle()
     frames = [frame]
-    while len(frames) < options.get("stacklevel", 1) and frame.f_back is not None and not starts_trace(frame := _user_frame(frame.f_back)):
+    while len(frames) < options.get("stacklevel", 1) and frame.f_back is not None and not starts_trace(frame := user_frame(frame.f_back)):
         frames.append(frame)
     recording.journal.outputs.append(Output(fn, list(map(_line, frames)), made, streams, shown, is_late))
 
@@ -373,7 +373,7 @@ def _in_memory(fn: Any) -> TraceError:
     )
 
 
-def _user_frame(frame: types.FrameType) -> types.FrameType:
+def user_frame(frame: types.FrameType) -> types.FrameType:
     """The innermost frame of the user's code, from `frame` outwards."""
     while is_library(frame.f_globals.get("__name__")) and frame.f_back is not None and not starts_trace(frame):
         frame = frame.f_back
@@ -405,4 +405,13 @@ def _noting(note: Callable[..., dict[str, Any]], fn: Callable[..., Any]) -> Call
     return lambda *given, **options: fn(*given, **note(given, options))
 
 
-__all__ = ["Output", "is_captured", "is_output_call", "noted_output", "require_no_output", "require_unwritten", "with_outputs"]
+__all__ = [
+    "Output",
+    "is_captured",
+    "is_output_call",
+    "noted_output",
+    "require_no_output",
+    "require_unwritten",
+    "user_frame",
+    "with_outputs",
+]

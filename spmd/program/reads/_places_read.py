@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmd.base._errors import TraceError, message
 from spmd.program.find._static import attributes_of, is_python_class
 from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
 from spmd.program.reads._content_places import AttributePlace, content_place
 from spmd.program.reads._host_bytes import host_bytes
 from spmd.program.reads._journal import Journal
-from spmd.program.reads._library import is_recorded
+from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._outside import answer_place
+from spmd.program.reads._outside import answer_place, setting_of
 from spmd.program.reads._parts import WITH_ITEMS, is_data, objects_in
 from spmd.program.reads._places import (
     PLAIN,
@@ -28,6 +27,7 @@ from spmd.program.reads._places import (
     DictPlace,
     ListPlace,
     Place,
+    SlotPlace,
     items_of,
     shown_key,
 )
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 PROXIES = frozenset(weakref.ProxyTypes)
 VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
 _CALL_TENSORS = ("HostArgument", "HostItem")  # classes of CPU tensors whose values each call provides
+_TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
@@ -161,6 +162,31 @@ class PlacesRead:
         if type(cls) is not type:
             self.read_special_methods(type(cls))
         return self._class_may_change[cls]
+
+    def read_classes(self, cls: type) -> list[Any]:
+        """Record all attributes of a class and of its bases, except for those of libraries: code that is not recorded may read any.
+
+        Returns:
+            The plain objects among them.
+        """
+        found: list[Any] = []
+        for base in cls.__mro__:
+            if is_python_class(base) and not is_library(base.__module__):
+                own = self._class_dicts(base)[0]
+                self._whole_dict(own)
+                found += (value for value in own.values() if is_python_class(type(value)) and is_data(value))
+        return found
+
+    def read_tensor_attribute(self, tensor: torch.Tensor, name: str) -> None:
+        """Record the read of an attribute of a tensor, unless it is one of those that torch gives to all tensors."""
+        bases = type(tensor).__mro__
+        if name not in _TENSOR_NAMES:
+            self._class_attribute(bases, name)
+            attributes = self.attributes(tensor)
+            if attributes is not None:
+                self._entry(attributes, name, "a tensor's", " ")
+        elif bases[0] is not torch.Tensor:
+            self._class_attribute(bases[: bases.index(torch.Tensor)], name)
 
     def ask_identity(self, *values: Any, of_tensors: bool = True) -> None:
         """Record that the function depends on which objects these are, and all objects and, with `of_tensors`, tensors in them."""
@@ -348,6 +374,22 @@ class PlacesRead:
         if isinstance(type.__dict__.get(name), types.GetSetDescriptorType):
             self.read_c_attribute(cls, name)
 
+    def read_slot(self, instance: Any, descriptor: types.MemberDescriptorType) -> None:
+        """Record the read of a slot, unless it is of a library's class."""
+        name = descriptor.__name__
+        if not self.journal.is_written(instance, name) and is_recorded(type(instance).__module__):
+            title = f"{self._title(instance)}.{name}"
+            place: Any = self.places.setdefault(hash((id(instance), name)), SlotPlace(instance, descriptor, title))
+            self._note_value(place.content, title)
+
+    def read_module_attribute(self, module: types.ModuleType, name: str) -> None:
+        """Record the read of an attribute of a module: an entry of its dict, or what its `__getattr__` gives."""
+        self._owners[id(module.__dict__)] = module
+        if type(module) is not types.ModuleType:
+            self.ask(module, setting_of(module, name, module.__name__))
+        for read in (name,) if name in module.__dict__ else (name, "__getattr__"):
+            self._entry(module.__dict__, read, module, ".")
+
     def read_c_attribute(self, instance: Any, name: str, is_property: bool = False) -> None:
         """Record the read of an attribute that is stored in C, or of a property that a library computes."""
         key = hash(("in C", id(instance), name))
@@ -453,14 +495,3 @@ def is_simple(key: Any) -> bool:
     if type(key) is tuple:
         return all(map(is_simple, key))
     return isinstance(key, (*PLAIN, torch.Tensor, type, types.FunctionType)) or type(key).__hash__ is object.__hash__
-
-
-def written_tensor(place: Place) -> TraceError:
-    """The error for a CPU tensor that the function read and then updated."""
-    return TraceError(
-        message(
-            f"the compiled function updates {place.title} in place, which is on the CPU (shape {tuple(place.holder.shape)})",
-            "it would be updated by the trace alone, not by every call",
-            fix="move it to the device: .to('jax'), or use a Python number",
-        )
-    )

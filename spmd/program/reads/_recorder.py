@@ -37,18 +37,18 @@ from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
-from spmd.program.reads._places import CDATA, Expected, Place, SlotPlace, shown_key
+from spmd.program.reads._places import CDATA, Expected, Place, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
 from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
 from spmd.program.reads._process_settings import SETTINGS, question_of_class, questions_of_text
 from spmd.program.reads._questions import Question
+from spmd.program.reads._raised import make_plain
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import Replacements
 from spmd.program.reads._unseen import refuse_unseen
 from spmd.program.reads._varying import Varying, fixed, float_operand, is_noted, plain_key
 from spmd.program.reads._varying_index import may_vary, read_at
 
-_TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
 _CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
 _MAX_DEPTH = 50
 
@@ -123,14 +123,9 @@ class Recording(PlacesWritten):
             return
         self.seen[key] = instance
         if isinstance(instance, torch.Tensor):
-            attributes = None if name in _TENSOR_NAMES else self.attributes(instance)
-            if attributes is not None:
-                self._entry(attributes, name, "a tensor's", " ")
+            self.read_tensor_attribute(instance, name)
         elif isinstance(instance, types.ModuleType):
-            self._owners[id(instance.__dict__)] = instance
-            if cls is not types.ModuleType:
-                self.ask(instance, setting_of(instance, name, instance.__name__))
-            self._entry(instance.__dict__, name, instance, ".")
+            self.read_module_attribute(instance, name)
         elif isinstance(instance, type):
             self.read_class_attribute(instance, name)
         elif cls is super:
@@ -164,10 +159,7 @@ class Recording(PlacesWritten):
         elif isinstance(instance, CDATA):
             self._content(instance)
         if isinstance(found, types.MemberDescriptorType):
-            if not self.journal.is_written(instance, name) and is_recorded(cls.__module__):
-                title = f"{self._title(instance)}.{name}"
-                place = self.places[hash((id(instance), name))] = SlotPlace(instance, found, title)
-                self._note_value(place.content, title)
+            self.read_slot(instance, found)
         elif not hasattr(type(found), "__set__"):  # a property is Python code: its reads are recorded when it runs
             attributes = attributes_of(instance)
             if found is ABSENT and name not in (attributes or ()) and (question := setting_of(instance, name, self._title(instance))):
@@ -344,7 +336,8 @@ class Recording(PlacesWritten):
             self.read_content(value)
             if isinstance(value, (*_calls.CONTAINERS, *CDATA)) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
                 self.journal.content(value, self._title(value))
-        for part in (*_parts.parts_of(value, self), *_parts.memory_owners(value)):
+        of_class = self.read_classes(value if isinstance(value, type) else type(value))
+        for part in (*_parts.parts_of(value, self), *_parts.memory_owners(value), *of_class):
             self.read_deep(part, depth + 1, asks_identity)
 
     def call(self, fn: Any, *args: Any) -> Any:
@@ -394,10 +387,11 @@ class Recording(PlacesWritten):
 
     def is_before(self, holder: Any) -> bool:
         """Whether an object existed before the trace."""
+        if id(holder) in self._existing_ids:  # a dict of plain values, which the collector does not track until another object is put in
+            return True
         if (owner := self._owners.get(id(holder))) is not None:  # CPython creates an object's `__dict__` lazily, so ask its owner
             return self.is_before(owner)
-        # the garbage collector starts to track a dict of plain values only when another object is put into it
-        return id(holder) in self._existing_ids or (gc.is_tracked(holder) and id(holder) not in self._made_ids)
+        return gc.is_tracked(holder) and id(holder) not in self._made_ids
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `fn`, and find the objects that it created.
@@ -410,6 +404,9 @@ class Recording(PlacesWritten):
         before = _hooks.start(self)
         try:
             result = self.call(fn, *args)(*args, **kwargs)
+        except Exception as error:
+            make_plain(error)
+            raise
         finally:
             _hooks.stop(before)
             self._find_made()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from spmd.base._errors import TraceError, called_at, message
+
+if TYPE_CHECKING:
+    from spmd.program.reads._places import Place
 
 
 def refused(what: str) -> TraceError:
@@ -32,4 +37,15 @@ def identity_of_argument(what: str) -> TraceError:
     )
 
 
-__all__ = ["identity_of_argument", "refused"]
+def written_tensor(place: Place) -> TraceError:
+    """The error for a CPU tensor that the function read and then updated."""
+    return TraceError(
+        message(
+            f"the compiled function updates {place.title} in place, which is on the CPU (shape {tuple(place.holder.shape)})",
+            "it would be updated by the trace alone, not by every call",
+            fix="move it to the device: .to('jax'), or use a Python number",
+        )
+    )
+
+
+__all__ = ["identity_of_argument", "refused", "written_tensor"]

@@ -14,9 +14,8 @@ import torch
 from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import ContentPlace
-from spmd.program.reads._places_read import written_tensor
 from spmd.program.reads._random_generators import state_of
-from spmd.program.reads._trace_errors import refused
+from spmd.program.reads._trace_errors import refused, written_tensor
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording

@@ -171,8 +171,7 @@ class Varying:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = self.concrete()
-        return type(value), (value,)
+        raise NumbersNeeded  # a pickle of a number has its value, and no call
 
     def __hash__(self) -> int:
         return hash(self.concrete())
@@ -411,7 +410,7 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     if fn is builtins.vars:  # a `Varying` has no `__dict__`, and raises for it
         raise NumbersNeeded
     if fn is builtins.type and len(args) == 1:
-        return lambda value: type(value.evaluate())
+        return lambda value: type(value.evaluate() if isinstance(value, Varying) else value)
     if _is_pure(fn) and (first := _first_varying(args)) is not None and all(map(partial(_is_taken, fn, first), args)):
         return partial(_applied, first, fn)
     if fn in _SEARCHES and len(args) > 1 and type(args[1]) is Varying and _is_searchable(args):
