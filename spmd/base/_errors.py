@@ -46,6 +46,7 @@
         +-- AttributesNeeded                           ... with attributes of tensors in the signature of a call
         +-- NumbersNeeded                              ... with Python numbers as constants
         +-- CountsNeeded                               ... with integers that the host knows as Python integers
+        +-- NumbersDrawn                               ... because another thread may have drawn random numbers
         +-- ContextNeeded                              ... in a copy of the context
         +-- ViewNeeded                                 ... with indices of tensors as constants
         +-- OptimizerAsObject                          ... with an optimizer treated like any other object

@@ -22,6 +22,7 @@ from spmd.base._errors import user_line
 from spmd.base._progress_line import ProgressLine
 from spmd.base._settings import in_force
 
+PROGRESS = "progress"  # the name of the thread
 _CHECK_INTERVAL_S = 0.5
 _IDLE_S = 5.0  # the thread ends after this time without work, so that many small compilations share one thread
 _GAP_S = 0.3  # eager compilations with shorter gaps between them are reported as one
@@ -67,7 +68,7 @@ class Progress:
         with self._lock:
             self._works.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name=PROGRESS, daemon=True)
                 self._thread.start()
 
     def end(self, work: Work) -> None:
@@ -183,4 +184,4 @@ atexit.register(_progress.stop)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_progress.forget)
 
-__all__ = ["underway"]
+__all__ = ["PROGRESS", "underway"]

@@ -36,6 +36,7 @@ from spmd.device._storage import (
     wrap_strided,
     wrap_unset,
 )
+from spmd.device._trace_lock import retried
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
@@ -128,7 +129,7 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """`aten._copy_from`: every copy from or to the device."""
     if dst.device.type != "jax":
-        dst.copy_(to_host(src))
+        dst.copy_(retried(to_host)(src))
         return dst
     if src.device.type != "jax":
         argument = _argument(src)
@@ -159,6 +160,7 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
     return dst
 
 
+@retried
 def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """`dst.copy_(src)`."""
     if self is src:
@@ -169,6 +171,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     return copy_from(src, self)
 
 
+@retried
 def local_scalar_dense(self: torch.Tensor) -> Any:
     """`tensor.item()`: a Python number in eager code, or if a traced value follows from constants; otherwise a lifted number."""
     value = load(self)
@@ -202,6 +205,7 @@ def zero_(self: torch.Tensor) -> torch.Tensor:
     return self
 
 
+@retried
 def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     """`torch.equal`: whether both have the same shape and values, as a Python bool."""
     if self.shape != other.shape:

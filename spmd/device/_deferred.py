@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from spmd.base._fork import fork
 from spmd.device._saved_results import keeping
 from spmd.device._storage import recording
+from spmd.device._trace_lock import retried
 
 Kernel = Callable[..., Any]
 
@@ -57,7 +58,7 @@ class Deferrable:
         check: called with the arguments of every call; raises if values that the host knows are invalid.
     """
 
-    __slots__ = ("check", "is_number", "kernel", "name", "needs_values", "writes")
+    __slots__ = ("_retried", "check", "is_number", "kernel", "name", "needs_values", "writes")
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Deferrable:
     ) -> None:
         self.name = name
         self.kernel = kernel
+        self._retried = retried(kernel)
         self.is_number = is_number
         self.writes = writes
         self.needs_values = needs_values
@@ -83,6 +85,8 @@ class Deferrable:
         queue = deferring.get()
         if queue is None or recording.get() is not None or keeping.get() is not None:
             call = calling.get()
+            if call is None and not self.writes:
+                return self._retried(*args, **kwargs)
             return self.kernel(*args, **kwargs) if call is None else call(self.kernel, *args, **kwargs)
         return queue.call(self, args, kwargs)
 

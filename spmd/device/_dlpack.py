@@ -16,6 +16,7 @@ import torch.utils.dlpack
 from spmd.base._errors import called_at, message
 from spmd.base._torch import torch_at_least
 from spmd.device._copy import to_host
+from spmd.device._trace_lock import retried
 from spmd.patches._table import current, replace
 
 _CPU = (1, 0)  # kDLCPU, number 0
@@ -80,7 +81,7 @@ def _capsule(tensor: torch.Tensor, max_version: Any, dl_device: Any, copy: bool 
                 fix="leave out copy= and device=, or pass tensor.cpu()",
             )
         )
-    host = to_host(tensor)
+    host = retried(to_host)(tensor)
     if more and not (torch_at_least("2.14") and more == {"read_only": False}):
         return _torchs_dlpack(host, max_version=max_version, **more)
     if max_version is None or tuple(max_version) < _READ_ONLY_SINCE:

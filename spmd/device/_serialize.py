@@ -26,6 +26,7 @@ from spmd.device._arrays import copied
 from spmd.device._copy import to_host
 from spmd.device._layout import plain_layouts
 from spmd.device._storage import Buffer, buffer_of, recording, wrap, wrap_host, wrap_stored
+from spmd.device._trace_lock import retried
 from spmd.patches._table import replace
 
 _PRIORITY = 9  # before torch's packages, which start at 10; torch's package for PrivateUse1 needs storages with memory
@@ -57,7 +58,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
         return host.requires_grad_(tensor.requires_grad)
     buffer = buffer_of(tensor)
     host = torch.empty(0, dtype=tensor.dtype)
-    host.set_(_host_storage(buffer), tensor.storage_offset(), tensor.shape, tensor.stride())
+    host.set_(retried(_host_storage)(buffer), tensor.storage_offset(), tensor.shape, tensor.stride())
     set_tensor_metadata(host, get_tensor_metadata(tensor))  # pending conjugation and negation
     vars(host).update(_kept_attributes(tensor) | plain_layouts(tensor))
     return host.requires_grad_(tensor.requires_grad)
@@ -70,9 +71,12 @@ def _kept_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """`storage.clone()`, which `copy.deepcopy` calls. It copies value and annotation; a dropped value stays dropped."""
-    if self.device.type != "jax":
-        return _torchs_clone(self)
-    buffer: Buffer = self.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
+    return _cloned(self) if self.device.type == "jax" else _torchs_clone(self)
+
+
+@retried
+def _cloned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    buffer: Buffer = storage.spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
     _settle(buffer)
     with exact_dtypes():
         if buffer.value is not None and buffer.annotation is not None:

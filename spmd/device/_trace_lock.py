@@ -5,20 +5,23 @@ While a function is traced, the buffers that it writes contain tracers, which ar
 function therefore holds `trace_lock` while it is traced, compiled and dispatched; the devices run on after the lock is released. Two
 calls that update the same state must not overlap in any case. An eager operation takes no lock. If the buffer that it reads contains
 a tracer of another thread, it waits for the end of the trace and reads the array that is there again. An array may also be deleted
-before the operation is dispatched, because a compiled call of another thread donated it. The operation then waits for `trace_lock`
-and reads again.
+before the operation is dispatched, or its values are copied to the host, because a compiled call of another thread donated it. The
+operation then waits for `trace_lock` and reads again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from spmd.base._errors import SpmdError, TraceError, called_at, message
 from spmd.base._jax import is_tracer, is_tracing
 
+P = ParamSpec("P")
+T = TypeVar("T")
 trace_lock = RLock()
 _LIMIT_S = 1800.0  # upper bound for tracing and compiling a first step
 
@@ -61,7 +64,26 @@ def wait_for_trace(holder: Any = None) -> None:
 
 def was_taken(error: Exception) -> bool:
     """Whether an operation failed because a compiled call of another thread, or a JAX function, donated the memory of an operand."""
-    return "has been deleted" in str(error)
+    return "has been deleted" in str(error) or (isinstance(error.__cause__, Exception) and was_taken(error.__cause__))
+
+
+def retried(read: Callable[P, T]) -> Callable[P, T]:
+    """A function that reads values and writes nothing before; it runs again if a compiled call of another thread took the memory.
+
+    The function raises SpmdError if the memory was freed and is not replaced.
+    """
+
+    @functools.wraps(read)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except Exception as error:
+            if is_tracing() or not was_taken(error):
+                raise
+        with with_trace_lock():
+            return read(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
@@ -105,4 +127,4 @@ def memory_is_gone() -> SpmdError:
     )
 
 
-__all__ = ["is_of_another_thread", "memory_is_gone", "with_trace_lock", "reread", "trace_lock", "wait_for_trace", "was_taken"]
+__all__ = ["is_of_another_thread", "memory_is_gone", "retried", "with_trace_lock", "reread", "trace_lock", "wait_for_trace", "was_taken"]

@@ -21,6 +21,7 @@ from mesh import size_text
 from spmd.base._convert import host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
+from spmd.base._signals import handlers_wait
 from spmd.device._arrays import fetched
 from spmd.device._checks import note
 from spmd.device._pacing import note_call
@@ -326,8 +327,15 @@ class Program(Executable):
         call.inputs = donated, state[self.num_donated :], read, kept_args, host_args, numbers, words
         for step in self._gathered:
             step(call)
+        run = self.compiled
+        with handlers_wait():
+            self._run(run, call)
+            return self._result(call.outputs, given, call.held)
+
+    def _run(self, run: Any, call: ProgramCall) -> None:
+        """Dispatch the executable, and store its results in the state. An exception in between would lose the state."""
         try:
-            call.state, call.arguments_left, call.gradients, call.outputs = self.compiled(*call.inputs)
+            call.state, call.arguments_left, call.gradients, call.outputs = run(*call.inputs)
         except (RuntimeError, ValueError) as error:
             if was_taken(error):
                 raise memory_is_gone() from error
@@ -337,7 +345,6 @@ class Program(Executable):
         self.written.store(call.state)
         for step in self._after:
             step(call)
-        return self._result(call.outputs, given, call.held)
 
     def _check_arguments(self, call: ProgramCall) -> None:
         assert self.captured.inputs.known is not None

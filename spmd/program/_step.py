@@ -25,6 +25,7 @@ from mesh._devices import devices
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
 from spmd.base._progress import underway
+from spmd.base._signals import handlers_run, handlers_wait
 from spmd.base._torch_late import without_dynamo
 from spmd.device._buffer_stack import take_apart
 from spmd.device._deferred import end_step
@@ -233,12 +234,13 @@ class Step(CopiedStep, Generic[P, R]):
         """
         self._require_may_trace(failed)
         start = time.perf_counter()
-        with compiling(), uncollected(), without_dynamo():
+        with handlers_wait(), compiling(), uncollected(), without_dynamo():
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, settings)
             trace_s = time.perf_counter() - start - prepare_s
             making = Making([self._loaded.get], is_beside)
-            return Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making), 1
+            with handlers_run():
+                return Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making), 1
 
     def _require_may_trace(self, failed: str | None) -> None:
         if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spmd
-from spmd.program.reads import _swap, recorded, recorded_together
+from spmd.program.reads import Recording, _hooks, _swap, recorded, recorded_together
 
 SCALES = {"one": 2.0, "other": 3.0}
 
@@ -33,6 +33,14 @@ def another(x: Any) -> Any:
     return x + 2
 
 
+def while_recorded(fn: Callable[[Any], Any], x: Any) -> Any:
+    before = _hooks.start(Recording({}, {}, set()))
+    try:
+        return fn(x)
+    finally:
+        _hooks.stop(before)
+
+
 @pytest.mark.parametrize("num_functions", [1, 3])
 def test_functions_of_one_code_have_stubs_until_one_is_entered_again(num_functions: int) -> None:
     scope: dict[str, Any] = {"SCALES": SCALES}
@@ -45,9 +53,10 @@ def test_functions_of_one_code_have_stubs_until_one_is_entered_again(num_functio
         assert len(stubs) == 1 and code not in stubs
         assert all(_swap.code_of(fn) is code for fn in made)
         assert swapped.with_code(code) == made[-1:] + made[:-1]
-        assert made[0](1.0) == 2.0
+        assert [made[-1](1.0) for _ in range(2)] == [2.0] * 2  # its own code, because nothing is recorded
+        assert while_recorded(made[0], 1.0) == 2.0
         assert {fn.__code__ for fn in made} == stubs
-        assert made[-1](1.0) == 2.0
+        assert while_recorded(made[-1], 1.0) == 2.0
         instrumented = {fn.__code__ for fn in made}
         assert len(instrumented) == 1 and not instrumented & stubs
         assert [fn(1.0) for fn in made] == [2.0] * num_functions

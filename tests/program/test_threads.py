@@ -1,12 +1,17 @@
 """Compiled functions and eager operations of several threads at once: every result is right, and nothing stays behind."""
 
+import copy
+import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # replaces torch.manual_seed when it is first imported, as a trace does
@@ -174,3 +179,84 @@ def test_an_event_is_read_and_set_by_every_call() -> None:
     step = spmd.compile(doubled)
     x = torch.ones(1).to("jax")
     assert [(step(x).item(), event.is_set()) for _ in range(4)] == [(3.0, True), (2.0, False)] * 2
+
+
+def test_another_threads_random_numbers_do_not_end_a_trace_and_are_not_drawn_again() -> None:
+    start, done = threading.Event(), threading.Event()
+    drawn: list[float] = []
+
+    def numbers() -> list[float]:
+        return [random.random(), float(np.random.rand()), torch.rand(()).item()]
+
+    def load() -> None:  # as a loader that augments the next batch, and then waits until it is taken
+        start.wait(60)
+        drawn.extend(numbers())
+        done.set()
+
+    def while_traced(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "doubled":
+            start.set()
+            done.wait(60)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    thread = threading.Thread(target=load)
+    thread.start()
+    before = sys.getprofile()
+    sys.setprofile(while_traced)
+    try:
+        assert spmd.compile(doubled)(torch.ones(2).to("jax")).tolist() == [2.0, 2.0]
+    finally:
+        sys.setprofile(before)
+    thread.join()
+    after = numbers()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    assert [*drawn, *after] == [*numbers(), *numbers()]
+
+
+def test_a_function_that_draws_is_refused_while_another_thread_runs() -> None:
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait, args=(300,), name="waits")
+    thread.start()
+    states = random.getstate()
+    try:
+        with pytest.raises(
+            spmd.TraceError, match=r"(?s)draws random numbers on the host, from Python's random.*another thread does.*waits"
+        ):
+            spmd.compile(lambda x: x * random.random())(torch.ones(2).to("jax"))
+    finally:
+        is_over.set()
+        thread.join()
+    assert random.getstate() == states
+
+
+def test_what_another_thread_reads_is_not_lost_to_a_step_that_donates_it(tmp_path: Path) -> None:
+    _, device = twins()
+    optimizer = torch.optim.SGD(device.parameters(), lr=0.0)
+    x, y = batch(4, 8).to("jax"), batch(4, 8, seed=2).to("jax")
+    step = spmd.compile(lambda: train(device, optimizer, x, y))
+    step()
+    want = {name: value.cpu() for name, value in device.state_dict().items()}
+    is_over = threading.Event()
+
+    def stepping() -> None:
+        while not is_over.is_set():
+            step()
+
+    def reading() -> None:
+        try:
+            for i in range(30):
+                assert_same({name: value.cpu() for name, value in device.state_dict().items()}, want)
+                assert_same({name: value.clone() for name, value in device.state_dict().items()}, want)
+                assert_same(dict(copy.deepcopy(device).state_dict()), want)
+                torch.save(device.state_dict(), tmp_path / str(i))
+                assert_same(dict(torch.load(tmp_path / str(i))), want)
+                assert device.state_dict()[next(iter(want))].flatten()[0].item() == want[next(iter(want))].flatten()[0]
+        finally:
+            is_over.set()
+
+    together(stepping, reading)

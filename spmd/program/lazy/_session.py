@@ -27,6 +27,7 @@ from spmd.base._convert import exact_dtypes, to_torch_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
 from spmd.base._jax import forget_traces, is_tracing
+from spmd.base._signals import handlers_wait
 from spmd.device._deferred import ByIdentity, Deferrable, deferring, end_step
 from spmd.device._storage import Buffer, buffer_of, recording
 from spmd.device._trace_lock import trace_lock
@@ -184,15 +185,14 @@ class Lazy:
     def _run(self, recorded: Recording, alive: set[int]) -> None:
         try:
             region = self._region(recorded, alive)
-            values = region(recorded)
+            with handlers_wait():
+                for place, value in zip(region.outputs, region(recorded), strict=True):
+                    buffer = recorded.buffers[place]()
+                    if buffer is not None and buffer.queue is recorded and buffer.is_waiting:
+                        buffer.value = value
         except Exception as error:
             run_one_by_one(recorded)
             self._warn_slow(error)
-            return
-        for place, value in zip(region.outputs, values, strict=True):
-            buffer = recorded.buffers[place]()
-            if buffer is not None and buffer.queue is recorded and buffer.is_waiting:
-                buffer.value = value
 
     def _warn_slow(self, error: Exception) -> None:
         if self._is_warned:

@@ -9,6 +9,8 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 _now: dict[int, Recording] = {}  # by id of the thread
+_apart: set[int] = set()  # ids of the threads that are in `run_apart`
 
 # types of immutable values
 QUIET = frozenset({int, float, bool, str, bytes, complex, type(None), tuple, torch.Size, torch.dtype, torch.device, slice, range, Pending})
 _MAY_BE_PENDING = (tuple, Pending)
+_SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
 def start(recording: Recording) -> Recording | None:
@@ -73,6 +77,33 @@ def without_hooks(recording: Recording, fn: Callable[..., Any], *operands: Any) 
         return fn(*operands)
     finally:
         recording.is_busy = False
+
+
+def run_apart(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)`, which is no part of a trace: without hooks, and stubs run the original code of their functions."""
+    ident = get_ident()
+    if ident in _apart:
+        return fn(*args, **kwargs)
+    recording = _now.get(ident)
+    was_busy = recording is None or recording.is_busy
+    _apart.add(ident)
+    try:
+        if recording is not None:
+            recording.is_busy = True
+        return fn(*args, **kwargs)
+    finally:
+        if recording is not None:
+            recording.is_busy = was_busy
+        _apart.discard(ident)
+
+
+def runs_original(code: CodeType) -> bool:
+    """Whether a function that is called now runs its original code: nothing of this thread is recorded until it returns."""
+    ident = get_ident()
+    recording = _now.get(ident)
+    if recording is None or ident in _apart:
+        return True
+    return recording.is_busy and not code.co_flags & _SUSPENDED  # a generator may be resumed later
 
 
 def _call_kernel(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

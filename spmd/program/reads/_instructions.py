@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import bytecode
@@ -82,6 +83,16 @@ def call(load: Any, push: list[Any], num_args: int, at: Any = None) -> list[Any]
 def load_cell(variable: FreeVar | CellVar, at: Any = None) -> Any:
     """Pushes the cell of a variable."""
     return Instr("LOAD_CLOSURE" if VERSION < (3, 13) else "LOAD_FAST", variable, location=at)
+
+
+def make_function(code: CodeType) -> list[Any]:
+    """Pushes a function with this code and with the cells of the running code. Unlike `types.FunctionType`, it causes no audit event."""
+    cells = [*(load_cell(FreeVar(name)) for name in code.co_freevars), Instr("BUILD_TUPLE", len(code.co_freevars))]
+    push = [*(cells if code.co_freevars else ()), Instr("LOAD_CONST", code)]
+    has_cells = 0x08 if code.co_freevars else 0
+    if VERSION < (3, 13):
+        return [*push, Instr("MAKE_FUNCTION", has_cells)]
+    return [*push, Instr("MAKE_FUNCTION"), *([Instr("SET_FUNCTION_ATTRIBUTE", has_cells)] if has_cells else ())]
 
 
 def is_subscript(instr: Any) -> bool:

@@ -1,8 +1,8 @@
 """Bytecode instrumentation: inserts the call of a hook before each instruction that reads, writes or calls.
 
 `instrumented(code)` returns the same code with these hooks. Line numbers, names and the signature are unchanged. `stub(code)` returns code
-that has only the signature, and that runs the instrumented code when it is called. So of thousands of functions, only those that run are
-rewritten. What differs between versions of Python is in `_instructions`.
+that has only the signature, and that decides when it is called whether the instrumented or the original code runs. So of thousands of
+functions, only those that run are rewritten. What differs between versions of Python is in `_instructions`.
 
 A hook receives copies of its operands, so the stack stays as it was. Hooks are of two kinds:
 
@@ -55,8 +55,8 @@ class Instrumenter:
         """
         Args:
             hooks: the function to call for each name of a hook.
-            on_entry: called by a stub as `on_entry(code, closure, args, values, kwargs)`, `values` being those of keyword-only
-                parameters; gives the result of the call.
+            on_entry: called by a stub as `on_entry(code, original, args, values, kwargs)`, `original` being a new function with the
+                original code, `values` those of keyword-only parameters; gives the result of the call.
         """
         self._hooks = hooks
         self._on_entry = on_entry
@@ -90,6 +90,15 @@ class Instrumenter:
         self._replacements[id(code)] = made
         return made, is_first
 
+    def stub_again(self, code: types.CodeType) -> bool:
+        """Make a stub the replacement of `code` again. Returns whether that was its instrumented form."""
+        made = self._replacements.get(id(code))
+        if made is None or id(made) in self.stubs:
+            return False
+        del self._replacements[id(code)]
+        self.stub(code)
+        return True
+
     def replacements(self, codes: list[types.CodeType]) -> list[types.CodeType]:
         """The replacement of each code: its stub, or its instrumented form once the stub was called. Replacements replace themselves."""
         found = list(map(self._replacements.get, map(id, codes)))
@@ -98,7 +107,7 @@ class Instrumenter:
         return cast(list[types.CodeType], found)
 
     def stub(self, code: types.CodeType) -> types.CodeType:
-        """Code with the signature of `code` that calls `on_entry(code, closure, args, values, kwargs)`."""
+        """Code with the signature of `code` that calls `on_entry(code, original, args, values, kwargs)`."""
         made = self._replacements.get(id(code))
         if made is None:
             num_args = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
@@ -330,8 +339,7 @@ def _template(code: types.CodeType, on_entry: Callable[..., Any]) -> types.CodeT
     body.freevars = list(code.co_freevars)
     body.flags = code.co_flags & _STUB_FLAGS
     head: list[Any] = [Instr("COPY_FREE_VARS", len(code.co_freevars))] if code.co_freevars else []
-    load = [Instr("LOAD_CONST", code)]
-    load += [*(_instructions.load_cell(FreeVar(n)) for n in code.co_freevars), Instr("BUILD_TUPLE", len(code.co_freevars))]
+    load = [Instr("LOAD_CONST", code), *_instructions.make_function(code)]
     load += [*(Instr("LOAD_FAST", n) for n in code.co_varnames[:num]), Instr("BUILD_LIST", num)]
     load += [Instr("LOAD_FAST", varargs), Instr("LIST_EXTEND", 1)] if varargs else []
     load += [*(Instr("LOAD_FAST", n) for n in keywords), Instr("BUILD_TUPLE", len(keywords))]

@@ -56,6 +56,8 @@ _LIBRARIES = frozenset(
         *("joblib", "markupsafe", "mpmath", "networkx", "pkg_resources", "platformdirs", "prompt_toolkit", "pyarrow", "pygments"),
         *("pytz", "setuptools", "shtab", "six", "sortedcontainers", "sniffio", "threadpoolctl", "torchgen", "tornado", "typeguard"),
         *("urllib3", "zmq"),
+        # tools that observe a process, and call functions of their own in a trace
+        *("coverage", "pydevd", "_pydevd_bundle", "_pydevd_frame_eval", "_pydev_bundle", "line_profiler", "viztracer", "pyinstrument"),
     }
 ) | (sys.stdlib_module_names - _OF_NAMESPACES - {"__main__"})
 _WITHOUT_STATE = frozenset(

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from spmd.base._signals import handler_of
 from spmd.base._torch import print_options
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._questions import COLLECTING, Question, questions_of_process, umask
@@ -155,7 +156,7 @@ for _fn, _setting in _pairs():
 def setting_of_call(fn: Any, args: tuple[Any, ...]) -> Setting | None:
     """The setting that a call of `fn` sets; None if it sets none."""
     if fn is signal.signal and args:
-        return Setting(f"signal.getsignal({args[0]!r})", partial(signal.getsignal, args[0]), partial(signal.signal, args[0]))
+        return Setting(f"signal.getsignal({args[0]!r})", partial(handler_of, args[0]), partial(signal.signal, args[0]))
     if fn is resource.setrlimit and args:
         return Setting(f"resource.getrlimit({args[0]!r})", partial(resource.getrlimit, args[0]), partial(resource.setrlimit, args[0]))
     if fn is torch.set_autocast_enabled and args and isinstance(args[0], str):

@@ -11,11 +11,13 @@ import codecs
 import gc
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from spmd.base._signals import handler_of
 from spmd.program.reads._places import PLAIN, is_same
 from spmd.program.reads._trace_errors import refused
 
@@ -45,9 +47,9 @@ _CHANGES = {
     "sys": ("settrace", "setprofile", "addaudithook", "set_asyncgen_hooks"),
     "threading": ("settrace", "setprofile", "settrace_all_threads", "setprofile_all_threads"),
     "gc": ("freeze", "unfreeze"),
-    "signal": ("alarm", "setitimer", "siginterrupt", "set_wakeup_fd", "pthread_sigmask"),
+    "signal": ("alarm", "setitimer", "siginterrupt", "set_wakeup_fd", "pthread_sigmask", "raise_signal", "pthread_kill"),
     "thread": ("stack_size",),
-    "posix": ("nice", "setpriority", "sched_setaffinity", "putenv", "unsetenv"),
+    "posix": ("nice", "setpriority", "sched_setaffinity", "putenv", "unsetenv", "kill", "killpg"),
     "atexit": ("register", "unregister"),
     "codecs": ("register", "register_error", "unregister"),
     "csv": ("register_dialect", "unregister_dialect"),
@@ -186,6 +188,7 @@ INSTEAD: dict[int, Callable[..., Any]] = {  # by id of a function, what runs in 
     id(gc.isenabled): COLLECTING.is_enabled,
     id(gc.enable): partial(COLLECTING.put, True),
     id(gc.disable): partial(COLLECTING.put, False),
+    id(signal.getsignal): handler_of,
 }
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.base._signals import handlers_run
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import _calls, _hooks, _parts, _swap
+from spmd.program.reads import _calls, _hooks, _observers, _parts, _swap
 from spmd.program.reads._c_methods import BY_NAME, note_c_attribute
 from spmd.program.reads._choices import Choice, choose
 from spmd.program.reads._content_places import CellPlace
@@ -30,7 +31,7 @@ from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
-from spmd.program.reads._memos import read_registry, require_unwritten
+from spmd.program.reads._memos import read_registry
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import mapped_operand, matched_value, numpy_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
@@ -403,7 +404,8 @@ class Recording(PlacesWritten):
         self._arguments = [*_parts.nested((args, kwargs)), bound, decimal.getcontext()]  # which the collector may not track
         before = _hooks.start(self)
         try:
-            result = self.call(fn, *args)(*args, **kwargs)
+            with handlers_run():
+                result = self.call(fn, *args)(*args, **kwargs)
         except Exception as error:
             make_plain(error)
             raise
@@ -411,7 +413,6 @@ class Recording(PlacesWritten):
             _hooks.stop(before)
             self._find_made()
         refuse_unseen(self)
-        require_unwritten(self.caches.values())
         self._drop_made()
         return result
 
@@ -423,8 +424,8 @@ class Recording(PlacesWritten):
 
     def tensors_asked(self, name: str = "") -> dict[int, torch.Tensor]:
         """Tensors from before the trace, by id, whose attribute `name` was read; any attribute (shape, dtype) if `name` is empty."""
-        read = ((key, value) for key, value in self.seen.items() if isinstance(value, torch.Tensor) and name in ("", key[1]))
-        return {id(value): value for _, value in read if self.is_before(value)}
+        read = (value for key, value in self.seen.items() if isinstance(value, torch.Tensor) and name in ("", key[1]))
+        return {id(value): value for value in filter(self.is_before, read)}
 
     def read_places(self) -> list[Place]:
         """The places that the trace read in objects that existed before it."""
@@ -484,7 +485,7 @@ def recorded(
     recording = Recording(names or {}, owners or {}, ignored or set())
     swapped = _swap.swap(HEAP.functions())
     try:
-        with HEAP.set_apart():
+        with HEAP.set_apart(), _observers.trace_functions_apart():
             yield recording
     finally:
         _swap.restore(swapped)

@@ -24,6 +24,7 @@ from spmd.program.reads import _hooks
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._instrument import Instrumenter
 from spmd.program.reads._module_reads import REPLACEMENTS
+from spmd.program.reads._observers import Observers
 
 _codes_of = operator.attrgetter("__code__")
 
@@ -76,10 +77,21 @@ def swap(functions: list[types.FunctionType]) -> Swapped:
     if _swapped:
         is_ours = map(_INSTRUMENTER.original.__contains__, map(id, map(_codes_of, functions)))
         functions = list(itertools.compress(functions, map(operator.not_, is_ours)))
+    else:
+        _find_observers()
     swapped = Swapped(functions)
-    _set_codes(functions, swapped.replacements)
     _swapped.append(swapped)
+    _set_codes(functions, swapped.replacements)
+    if len(_swapped) == 1:
+        _OBSERVERS.find_audit_hooks()
     return swapped
+
+
+def _find_observers() -> None:
+    """Find the observers, whose stubs decide at every call whether it is recorded. See Note [Observers]."""
+    _OBSERVERS.find()
+    if any([_INSTRUMENTER.stub_again(code) for code in _OBSERVERS.codes.values()]):
+        _last[0] = [], []
 
 
 def restore(swapped: Swapped) -> None:
@@ -122,17 +134,29 @@ def _set_codes(functions: list[types.FunctionType], codes: list[types.CodeType])
     deque(map(setattr, functions, itertools.repeat("__code__"), codes), maxlen=0)
 
 
-def _on_entry(code: types.CodeType, closure: tuple[Any, ...], args: list[Any], values: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A stub was called: run the instrumented code instead. `values` are those of the keyword-only parameters.
+def _on_entry(code: types.CodeType, original: types.FunctionType, args: list[Any], values: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A stub was called: run the instrumented code instead, or the original one. `values` are those of the keyword-only parameters.
 
-    The functions with this code get the instrumented code for their next call. A function that `_module_reads` replaces keeps its stub.
+    The functions with this code get the instrumented code for their next call. A function that `_module_reads` replaces keeps its stub,
+    and so does an observer.
     """
+    if _OBSERVERS.is_searched_for(code, args):
+        return None
     kwargs = {**dict(zip(code.co_varnames[code.co_argcount :], values, strict=False)), **kwargs}
-    if code in REPLACEMENTS:
-        original, recording = _original(code), _hooks.now()
-        return original(*args, **kwargs) if recording is None else REPLACEMENTS[code](recording, original, *args, **kwargs)
-    fn = types.FunctionType(_entered(code), sys._getframe(1).f_globals, code.co_name, None, closure or None)
-    return fn(*args, **kwargs)
+    if _hooks.runs_original(code):
+        return original(*args, **kwargs)
+    if _hooks.run_apart(_OBSERVERS.is_observer, code, args):
+        return _hooks.run_apart(original, *args, **kwargs)
+    recording = _hooks.now()
+    if recording is not None and code in REPLACEMENTS:
+        return REPLACEMENTS[code](recording, _original(code), *args, **kwargs)
+    _hooks.run_apart(_enter, original, code)
+    return original(*args, **kwargs)
+
+
+def _enter(fn: types.FunctionType, code: types.CodeType) -> None:
+    """Give `fn` the instrumented form of `code`, and the functions with this code too, unless it is an observer's."""
+    fn.__code__ = _INSTRUMENTER.instrumented(code) if id(code) in _OBSERVERS.codes else _entered(code)
 
 
 def _entered(code: types.CodeType) -> types.CodeType:
@@ -149,8 +173,10 @@ def _entered(code: types.CodeType) -> types.CodeType:
 def before_call(called: Any) -> Any:
     """Give a function its instrumented code before it is called, so that its stub leaves no frames between the caller's and its own."""
     fn = called.__func__ if type(called) is types.MethodType else called
-    if type(fn) is types.FunctionType and id(fn.__code__) in _INSTRUMENTER.stubs and (code := code_of(fn)) not in REPLACEMENTS:
-        fn.__code__ = _entered(code)
+    if type(fn) is types.FunctionType and id(fn.__code__) in _INSTRUMENTER.stubs:
+        code = code_of(fn)
+        if code not in REPLACEMENTS and id(code) not in _OBSERVERS.codes:
+            fn.__code__ = _entered(code)
     return called
 
 
@@ -161,3 +187,4 @@ def _original(code: types.CodeType) -> types.FunctionType:
 
 
 _INSTRUMENTER = Instrumenter(_hooks.HOOKS, _on_entry)
+_OBSERVERS = Observers()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spmd.program.reads._hidden_state import IN_MEMORY
+from spmd.program.reads._memos import require_unwritten
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import ContentPlace
 from spmd.program.reads._random_generators import state_of
@@ -33,6 +34,7 @@ def refuse_unseen(recording: Recording) -> None:
     for place in recording.places.values():
         if isinstance(place, ContentPlace) and recording.is_before(place.holder):
             _refuse_unseen_write(recording, place)
+    require_unwritten(recording.caches.values())
 
 
 def _refuse_unseen_write(recording: Recording, place: ContentPlace) -> None:

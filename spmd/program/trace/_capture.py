@@ -84,7 +84,7 @@ def capture(
     counters = equal_counters(found.optimizers) if settings.share_counters else {}
     with (
         exact_dtypes(),
-        no_host_random(),
+        no_host_random(settings),
         no_host_writes(found.cpu_tensors()),
         GradientFlags([*found.device_tensors(), *given]) as flags,
         TracedState(found.optimizers) as optim,

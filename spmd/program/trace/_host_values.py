@@ -7,15 +7,19 @@ CPU would be a constant, the same in every call. So would a number from `random`
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from spmd.base._errors import TraceError, called_at, message
+from spmd.base._errors import TraceAgain, TraceError, called_at, message
+from spmd.base._progress import PROGRESS
 from spmd.base._torch import DisableTorchFunctionSubclass, pytree
+from spmd.program.trace._trace_settings import Drawn, TraceSettings
 
 _READERS = frozenset(
     (
@@ -65,25 +69,52 @@ def computed_on_host(what: str) -> TraceError:
     )
 
 
+class NumbersDrawn(TraceAgain):
+    """Random numbers of the host were drawn during a trace, by the function or by another thread. The next trace shows which."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        super().__init__()
+        self._drawn = drawn
+
+    def other_settings(self, settings: TraceSettings) -> TraceSettings:
+        return replace(settings, drawn=self._drawn)
+
+
 @contextmanager
-def no_host_random() -> Generator[None]:
-    """Context that raises TraceError at its end if random numbers were drawn on the host. The generators are restored."""
-    states = _random_states()
+def no_host_random(settings: TraceSettings | None = None) -> Generator[None]:
+    """Context that raises TraceError at its end if random numbers were drawn on the host. The generators are restored.
+
+    While other threads run, such as one that loads data, the numbers may be theirs. So the generators are left as they are, and the trace
+    is repeated: a thread that waits for the step to take its data draws no more.
+
+    Args:
+        settings: the settings of a trace that can be repeated.
+
+    Raises:
+        NumbersDrawn: numbers were drawn, perhaps by another thread.
+    """
+    states, others = _random_states(), _other_threads()
     failed = True
     try:
         yield
         failed = False
     finally:
         drawn = [name for name, before, after in zip(_GENERATORS, states, _random_states(), strict=True) if not _is_same(before, after)]
-        if drawn:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
+        others |= _other_threads()
+        earlier = Drawn(0, states) if settings is None or settings.drawn is None else settings.drawn
+        is_unclear = bool(drawn and others) and settings is not None and earlier.num_traces < _MAX_DRAWN
+        if drawn and not is_unclear:
+            random.setstate(earlier.states[0])
+            np.random.set_state(earlier.states[1])
+            torch.set_rng_state(earlier.states[2])
+        if is_unclear and not failed:
+            raise NumbersDrawn(Drawn(earlier.num_traces + 1, earlier.states))
         if drawn and not failed:
             raise TraceError(
                 message(
                     f"the compiled function draws random numbers on the host, from {drawn[0]}",
                     "every call would use the same numbers",
+                    *([f"or another thread does, one of: {', '.join(sorted(others))}"] if others else []),
                     fix="draw on the device, torch.rand(..., device='jax'), or draw before the call and pass them as an argument",
                 )
             )
@@ -131,7 +162,13 @@ def _is_written(tensor: torch.Tensor, version: int | None, copy: torch.Tensor | 
 
 
 _SMALL = 64
+_MAX_DRAWN = 3  # traces during which numbers are drawn before a function counts as the one that draws them
 _GENERATORS = ("Python's random", "numpy.random", "torch's CPU generator")
+
+
+def _other_threads() -> set[str]:
+    """The names of the threads that may draw random numbers now, but for this one."""
+    return {thread.name for thread in threading.enumerate() if thread is not threading.current_thread() and thread.name != PROGRESS}
 
 
 def _random_states() -> tuple[Any, Any, torch.Tensor]:

@@ -6,6 +6,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Traces of one call during which random numbers of the host were drawn.
+
+    Attributes:
+        num_traces: their number.
+        states: the states of the generators before the first of them.
+    """
+
+    num_traces: int
+    states: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class TraceSettings:
     """Settings of one trace. `TraceAgain.other_settings` returns those of the next trace.
@@ -24,6 +37,7 @@ class TraceSettings:
         as_objects: optimizers that are traced as ordinary objects, because the function uses their state without a step, or because
             they put new tensors into it.
         unprepared: optimizers whose state is created in their first step, and not prepared, because the function reads it before.
+        drawn: earlier traces during which random numbers of the host were drawn, perhaps by another thread.
     """
 
     attributes: frozenset[str] = frozenset()
@@ -37,7 +51,8 @@ class TraceSettings:
     unreached: tuple[Any, ...] = ()
     as_objects: tuple[Any, ...] = ()
     unprepared: tuple[Any, ...] = ()
+    drawn: Drawn | None = None
 
     def of_step(self) -> TraceSettings:
         """The settings that later traces of the step start with."""
-        return replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=())
+        return replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=(), drawn=None)
