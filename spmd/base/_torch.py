@@ -112,6 +112,7 @@ try:
     from torch.serialization import _package_registry as package_registry
     from torch.utils import _pytree as pytree
     from torch.utils._device import DeviceContext as DeviceContext
+    from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils.backend_registration import _DummyDeviceGuard as DummyDeviceGuard
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend
@@ -122,6 +123,13 @@ try:
     UninitializedTensorMixin: type = getattr(torch.nn.parameter, "UninitializedTensorMixin")  # noqa: B009 (its stubs lack it)
     LinAlgError: type[RuntimeError] = torch._C._LinAlgError
     is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+    get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
+    make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+    set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
+    set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
+    has_meta_kernels: Callable[[], bool] = torch._C._meta_in_tls_dispatch_include
+    use_meta_kernels: Callable[[bool], None] = torch._C._set_meta_in_tls_dispatch_include
     storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
     create_empty_tensor: Callable[..., torch.Tensor] = torch._C._acc.create_empty_tensor
     top_saved_tensors_default_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks

@@ -20,6 +20,7 @@ from spmd.base._jax import is_same_value, is_tracer, is_tracing, known_value
 from spmd.device._arrays import copied, fetched, moved
 from spmd.device._checks import Check
 from spmd.device._host_answers import host_answer
+from spmd.device._host_copies import HostCopy, makes_host_copy, refuse_to_write
 from spmd.device._layout import annotation_of, hand_over
 from spmd.device._numbers import lifted, needs_value
 from spmd.device._refusals import check_expands, check_in_place, check_overlap
@@ -110,6 +111,8 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     dtype = kwargs.get("dtype") or self.dtype
     _require_rank(self, kwargs.get("memory_format"))
     if device is not None and torch.device(device).type != "jax":
+        if torch.device(device).type == "cpu" and makes_host_copy(self):
+            return HostCopy(to_copy(self, dtype=dtype, memory_format=kwargs.get("memory_format")))
         host = to_host(self).to(device=device, dtype=dtype)
         if not _keeps_strides(self, kwargs.get("memory_format")):
             return host
@@ -119,7 +122,7 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if argument is None:
             return from_host(self.to(dtype), self)
         with exact_dtypes():
-            return wrap(_converted(argument, to_numpy_dtype(dtype)))
+            return _wrapped_like(_converted(argument, to_numpy_dtype(dtype)), self, kwargs.get("memory_format"))
     if dtype == self.dtype:
         return clone(self, memory_format=kwargs.get("memory_format"))
     with exact_dtypes():
@@ -129,6 +132,8 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """`aten._copy_from`: every copy from or to the device."""
     if dst.device.type != "jax":
+        if recording.get() is not None and host_answer(load(src)) is None:
+            refuse_to_write("a traced tensor", dst)
         dst.copy_(retried(to_host)(src))
         return dst
     if src.device.type != "jax":
@@ -255,7 +260,7 @@ def from_host(tensor: torch.Tensor, marked: torch.Tensor | None = None) -> torch
 def _from_host(tensor: torch.Tensor) -> torch.Tensor:
     argument = _argument(tensor)
     if argument is not None:
-        return wrap(argument)
+        return _wrapped_like(argument, tensor, None)
     _note_host_read(tensor)
     if tensor.is_contiguous() or not fills_block(tuple(tensor.shape), tensor.stride()):
         return wrap_host(host_array(tensor))
@@ -282,14 +287,20 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if is_tracer(value) or recorder is not None:
         known = host_answer(value)
         if known is None:
-            raise _host_read_while_tracing("a copy to the host")
+            raise needs_host_value("a copy to the host")
         return host_tensor(np.array(known))
+    return copied_to_host(value)
+
+
+def copied_to_host(value: jax.Array) -> torch.Tensor:
+    """A CPU tensor with the values of an array."""
     _counters.count("host_reads")
     _counters.count("download_bytes", value.nbytes)
     return host_tensor(fetched(value))
 
 
-def _host_read_while_tracing(what: str) -> TraceError:
+def needs_host_value(what: str) -> TraceError:
+    """The error for values that the host needs during a trace."""
     return TraceError(
         message(
             f"{what} needs a value that only the compiled program will have",

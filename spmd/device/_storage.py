@@ -79,13 +79,9 @@ class Recorder(Protocol):
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
         """Raise `why` on any operation that would reveal that `copy` is not a view of `base`."""
 
-    def is_state(self, array: Any) -> bool:
-        """Whether an array is a buffer's value, which the program reads again in every call."""
-        ...
+    def is_state(self, array: Any) -> bool: ...  # a buffer's value, which the program reads again in every call
 
-    def is_counter(self, array: Any) -> bool:
-        """Whether an array is the value of an optimizer's step counter buffer."""
-        ...
+    def is_counter(self, array: Any) -> bool: ...  # the value of an optimizer's step counter
 
     def known_value(self, value: Any) -> Any:
         """A traced value, computed on the host from inputs that it knows, or None. The program gets a guard on the value."""
@@ -95,6 +91,9 @@ class Recorder(Protocol):
 
     def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
         """Call `look` with the values of (a view of) an argument, now and before each call, if the host knows them."""
+
+    def makes_host_copy(self) -> bool | None:
+        """Whether a copy to the host is a `HostCopy` now. None: only if the host does not know its values."""
 
     def host_argument(self, tensor: torch.Tensor) -> Any:
         """The traced input of a CPU tensor that is an argument of the program, or None."""

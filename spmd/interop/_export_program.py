@@ -44,7 +44,7 @@ from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._static import name_of
 from spmd.program.sizes._expressions import Expression
 from spmd.program.trace._output_tree import rebuilt
-from spmd.program.trace._results import Leaf
+from spmd.program.trace._results import OUTPUTS, Leaf
 
 _PLAIN = (type(None), bool, int, float, str)
 RANDOM = "random state"
@@ -302,7 +302,7 @@ class _Part:
         for leaf, own in zip(self.captured.outputs.leaves, self._leaves(), strict=True):
             if own.kind == "computed" and leaf.kind == "static":
                 flat.append(own.value())  # of the sizes
-            elif leaf.kind in ("array", "number"):
+            elif leaf.kind in OUTPUTS:
                 flat.append(_Output(position))
                 position += 1
             else:

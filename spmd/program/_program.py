@@ -22,7 +22,7 @@ from spmd.base._convert import host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
 from spmd.base._signals import handlers_wait
-from spmd.device._arrays import fetched
+from spmd.device._arrays import fetched, is_readable
 from spmd.device._checks import note
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
@@ -161,6 +161,7 @@ class Program(Executable):
             (self.devices.are_paced, self._note_call),
             (captured.outputs.finite, self._require_finite),
             (captured.outputs.checks, self._note_checks),
+            ("copy" in captured.outputs.output_kinds, self._begin_copies),
         ]
         after: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (captured.state.copies, self._copy_counters),
@@ -211,7 +212,7 @@ class Program(Executable):
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.outputs.kept_gradients]
             grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.state.born)
-            pinned = (self.written.shardings, [v.sharding for v in donated[1]], grads, None)
+            pinned = (self.written.shardings, [v.sharding for v in donated[1]], grads, self._output_shardings())
         kept, hosts, (numbers, words) = [given[i] for i in self.arguments.kept], self._example_hosts(), self.inputs.current()
         args = (donated, state[self.num_donated :], read, kept, hosts, numbers, words)
         client = None if self.is_ahead else next(iter(words.sharding.device_set)).client
@@ -273,6 +274,13 @@ class Program(Executable):
     def _example_hosts(self) -> list[Any]:
         invars = self.captured.jaxpr.jaxpr.invars[len(self.captured.inputs.arguments) :]
         return [self.devices.array_of(np.zeros(v.aval.shape, v.aval.dtype)) for v in invars[: self.captured.inputs.num_hosts]]
+
+    def _output_shardings(self) -> list[Any] | None:
+        """In a job of several processes each has all of a copy to the host. XLA chooses the others, without such copies all (None)."""
+        kinds, num_others = self.captured.outputs.output_kinds, len(self.captured.outputs.finite) + bool(self.captured.outputs.checks)
+        if self.watched is None or "copy" not in kinds:
+            return None
+        return [*(self.devices.replicated if kind == "copy" else None for kind in kinds), *[None] * num_others]
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.outputs.gradients:
@@ -370,6 +378,12 @@ class Program(Executable):
 
     def _note_checks(self, call: ProgramCall) -> None:
         note(call.outputs[-1 - len(self.captured.outputs.finite)], self.captured.outputs.checks)
+
+    def _begin_copies(self, call: ProgramCall) -> None:
+        """Begin all copies to the host at once."""
+        for kind, value in zip(self.captured.outputs.output_kinds, call.outputs, strict=False):
+            if kind == "copy" and is_readable(value):
+                value.copy_to_host_async()
 
     def _copy_counters(self, call: ProgramCall) -> None:
         for follower, leader in self.captured.state.copies.items():

@@ -18,6 +18,7 @@ from mesh import Mesh, PartitionSpec, ShardingSpec, ShardingType
 from spmd.base._jax import is_tracer
 from spmd.base._torch import DisableTorchFunctionSubclass
 from spmd.device._arrays import is_readable
+from spmd.device._host_copies import is_host_copy
 from spmd.device._layout import annotation_of, hand_over
 from spmd.device._serialize import host_copy
 from spmd.device._storage import buffer_of, is_whole, load, recording
@@ -180,7 +181,7 @@ class XLAShardedTensor(torch.Tensor):
 def _of_class(out: Any, cls: type[XLAShardedTensor], given: Sequence[Any]) -> Any:
     """A function's result with its new tensors changed to class `cls` in place; tensors that are among `given` become aliases."""
     if isinstance(out, torch.Tensor):
-        if isinstance(out, cls):
+        if isinstance(out, cls) or is_host_copy(out):
             return out
         is_given = any(a is out or (isinstance(a, (tuple, list)) and any(item is out for item in a)) for a in given)
         if is_given or type(out) is not torch.Tensor:

@@ -81,7 +81,7 @@ NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
     "branch_on_item": lambda x: x if x.sum().item() > 3 else -x,
     "print": lambda x: print(x),
     "repr": lambda x: repr(x),
-    "cpu_numpy": lambda x: x.cpu().numpy(),
+    "cpu_address": lambda x: x.cpu().data_ptr(),
     "range": lambda x: list(range(x.long().sum().item())),
     "index": lambda x: x[x.argmax().item()],
     "list_index": lambda x: [1, 2, 3][x.long()[0]],

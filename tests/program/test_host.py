@@ -31,6 +31,31 @@ def test_a_cpu_argument_moved_inside_is_an_input(name: str) -> None:
     assert step.num_traces == 1
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "slice": lambda x: x[:2],
+    "row": lambda x: x[1],
+    "steps": lambda x: x[::2, 1:],
+    "transposed": lambda x: x.t(),
+    "flat": lambda x: x.view(-1),
+    "expanded": lambda x: x[:, :1].expand(-1, 4),
+    "cut": lambda x: x.chunk(2)[1],
+}
+
+
+@pytest.mark.parametrize("name", list(VIEWS))
+def test_a_view_of_a_cpu_argument_is_an_input(name: str) -> None:
+    step = spmd.compile(lambda x: VIEWS[name](x).to("jax") * 2)
+    for seed in (1, 2, 3):
+        x = batch(4, 3, seed=seed)
+        assert_same(step(x), VIEWS[name](x) * 2)
+    assert step.num_traces == 1
+
+
+def test_a_transposed_cpu_argument_keeps_its_strides() -> None:
+    step = spmd.compile(lambda x: x.to("jax"))
+    assert step(batch(4, 3).t()).stride() == (1, 3)
+
+
 def test_a_zero_dim_cpu_argument_in_an_op_is_an_input() -> None:
     step = spmd.compile(lambda x, c: x * c)
     x = torch.ones(2).to("jax")
@@ -40,7 +65,6 @@ def test_a_zero_dim_cpu_argument_in_an_op_is_an_input() -> None:
 
 COMPUTED: dict[str, Callable[..., Any]] = {
     "arithmetic": lambda x: (x * 2).to("jax"),
-    "slice": lambda x: x[:2].to("jax"),
     "dtype": lambda x: x.double().to("jax"),
     "item": lambda x: torch.ones(1, device="jax") * x.sum().item(),
     "branch": lambda x: torch.ones(1, device="jax") if x.sum() > 0 else None,

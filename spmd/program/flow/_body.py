@@ -16,6 +16,7 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._torch import pytree
+from spmd.device._host_copies import is_host_copy
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._closure import Closure, gradients
 from spmd.program.flow._round import one_round
@@ -124,9 +125,10 @@ def _as_array(value: Any) -> Any:
     """
     if is_device_tensor(value):
         return load(value)
+    kind = "a CPU tensor" if is_host_copy(value) else type(value).__name__
     raise TraceError(
         message(
-            f"a branch or loop body in a compiled function returns {type(value).__name__}, not a tensor on device 'jax'",
+            f"a branch or loop body in a compiled function returns {kind}, not a tensor on device 'jax'",
             *called_at(),
             fix="return tensors on device 'jax'",
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spmd.base._errors import TraceError, called_at, message
 from spmd.base._torch import (
     DispatchKey,
     FakeTensor,
@@ -26,6 +27,7 @@ from spmd.base._torch import (
     scan_op,
     while_loop_op,
 )
+from spmd.device._host_copies import is_host_copy
 from spmd.device._numbers import NumberNode, carried
 from spmd.device._storage import is_device_tensor, recording, wrap
 from spmd.patches._table import current, replace, replace_everywhere
@@ -73,6 +75,11 @@ def _bypassing_dynamo(original: Fn) -> Fn:
         ours = recording.get() is not None or any(is_device_tensor(leaf) or _is_lifted(leaf) for leaf in leaves)
         if not ours or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return original(fn, *args, **kwargs)
+        if any(map(is_host_copy, leaves)):
+            what = "an operand of torch.cond, scan or while_loop is a copy to the host of a traced tensor"
+            raise TraceError(
+                message(what, *called_at(), "branches and loops run on the device", fix="pass the tensor itself, without .cpu()")
+            )
         if original.__name__ == "_hop_compile_and_call":  # its arguments come as one tuple
             args, kwargs = args[0], kwargs.get("kwargs") or (args[1] if len(args) > 1 else None) or {}
         args, kwargs = pytree.tree_map(lambda v: wrap(carried(v)) if _is_lifted(v) else v, (args, kwargs))

@@ -284,6 +284,9 @@ class _InitialStateRecorder:
     def each_call(self, tensor: torch.Tensor, look: Any) -> None:
         """No check: this trace has no arguments."""
 
+    def makes_host_copy(self) -> bool:
+        return False
+
     def host_argument(self, tensor: torch.Tensor) -> None:
         return None
 

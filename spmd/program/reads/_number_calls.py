@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.device._host_copies import held_of
 from spmd.device._number_arithmetic import chosen, converted, of_math
 from spmd.device._numbers import OF_MATH, NumberNode, is_of_host, needs_value, sample
 from spmd.device._storage import is_device_tensor
@@ -89,8 +90,8 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_converted(fn: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is `float(x)` or `int(x)` of a device tensor."""
-    return any(fn is kind for kind in CONVERSIONS) and len(args) == 1 and is_device_tensor(args[0]) and args[0].numel() == 1
+    """Whether it is `float(x)` or `int(x)` of a device tensor, or of its copy to the host."""
+    return any(fn is kind for kind in CONVERSIONS) and len(args) == 1 and is_device_tensor(held_of(args[0])) and args[0].numel() == 1
 
 
 def _converted(fn: Any, value: Any, *base: Any, **options: Any) -> Any:

@@ -25,6 +25,7 @@ import torch
 
 from spmd.base._branches import catches
 from spmd.base._errors import TraceError, called_at, message, user_line
+from spmd.device._host_copies import HostCopy
 from spmd.device._numbers import NumberNode, is_of_host, sample
 from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
@@ -77,6 +78,19 @@ def parts_in(value: Any) -> Iterator[Any]:
             yield from parts_in(item)
 
 
+def holds_copies(*values: Any) -> bool:
+    """Whether the values contain a copy to the host of a traced tensor, also in lists, tuples, deques and dicts."""
+    for value in values:
+        kind = type(value)
+        if kind is HostCopy:
+            return True
+        if kind is dict and holds_copies(*value.values()):
+            return True
+        if (kind in (list, collections.deque) or isinstance(value, tuple)) and holds_copies(*value):
+            return True
+    return False
+
+
 def is_pending(*values: Any) -> bool:
     """Whether the values contain one that is pending."""
     return any(type(part) is Pending for value in values for part in parts_in(value))
@@ -110,6 +124,10 @@ def kept(value: Any, parts: list[Any], other: Callable[[Any], Any] | None = None
         found = next((index for index, part in enumerate(parts) if part is value), len(parts))
         parts += [value] if found == len(parts) else []
         return Slot(found)
+    if kind is HostCopy:
+        parts.append(value)
+        value.fix_for_end()
+        return Slot(len(parts) - 1)
     if is_noted(value):
         return value.plain()
     if kind in (list, tuple, set, frozenset):
@@ -251,9 +269,11 @@ class PendingMethod:
 
 
 def sample_of(part: Any) -> Any:
-    """A value of the type of a number or of a pending value; ABSENT if that depends on numbers."""
+    """A value of the type of a number, copy or pending value; ABSENT if that depends on numbers."""
     if type(part) is Pending:
         return part.sample
+    if type(part) is HostCopy:
+        return torch.zeros(tuple(part.shape), dtype=part.dtype)
     return part.evaluate() if type(part) is Varying else sample(part)
 
 
@@ -316,7 +336,9 @@ def operand(left: Any, right: Any) -> Any:
         if isinstance(left, torch.Tensor):
             raise right.needed("number (an operand beside a tensor)")
         return _itself(left)
-    if isinstance(left, (str, bytes)) and type(right) not in (str, bytes, int) and is_unknown(right):  # "%.4f" % loss
+    if (
+        isinstance(left, (str, bytes)) and type(right) not in (str, bytes, int) and (is_unknown(right) or holds_copies(right))
+    ):  # "%.4f" % loss
         return _itself(left)
     is_numpys = isinstance(left, (np.generic, np.ndarray)) and type(left) is not np.float64
     if (is_numpys and is_number(right) and is_unknown(right)) or (
@@ -403,6 +425,12 @@ def _refused(name: str, kind: str) -> None:
     setattr(Pending, f"__{name}__", refuse)
 
 
+def _in_place(self: Pending, other: Any) -> Any:
+    if isinstance(self.sample, np.ndarray):
+        raise self.needed("container (which an operator changes in place)")
+    return NotImplemented
+
+
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
     _binary(_name.rstrip("_"), getattr(operator, _name))
 _binary("divmod", divmod)
@@ -410,6 +438,8 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert",
     _unary(_name, getattr(operator, _name))
 for _name, _fn in {"round": round, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.items():
     _unary(_name, _fn)
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"):
+    setattr(Pending, f"__i{_name}__", _in_place)
 for _name, _kind in {
     **{"index": "int (an index or a size)", "int": "int", "float": "float", "complex": "complex", "hash": "key (of a dict or set)"},
     **{"str": "string", "repr": "string", "format": "string", "len": "int (a length)", "iter": "sequence (to iterate over)"},
@@ -423,6 +453,7 @@ __all__ = [
     "PendingMethod",
     "filled",
     "has_items",
+    "holds_copies",
     "is_number",
     "is_pending",
     "is_unknown",

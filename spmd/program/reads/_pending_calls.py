@@ -26,7 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from spmd.base._convert import host_tensor
+from spmd.device._copy import needs_host_value
 from spmd.device._host_answers import host_answer
+from spmd.device._host_copies import held_of, is_host_copy, method_of, not_a_parameter
 from spmd.device._numbers import OF_MATH
 from spmd.device._storage import is_device_tensor, load
 from spmd.program.reads._hidden_state import IN_MEMORY
@@ -36,6 +39,7 @@ from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._pending import (
     Pending,
     PendingMethod,
+    holds_copies,
     is_number,
     is_pending,
     is_unknown,
@@ -92,6 +96,8 @@ _OF_CONTENT = _OF_ITEMS | {
     *(id(operator.attrgetter(name)(np)) for name in _OF_NUMPY),
 }
 _MOST_LISTED = 64  # elements of a tensor that `tolist` makes numbers of the program: each is an output of it
+_TEXTS = set(map(id, (builtins.str, builtins.repr, builtins.ascii, builtins.format)))
+_NUMPYS = {id(operator.attrgetter(name)(np)) for name in _OF_NUMPY}
 _ITERATED = (types.GeneratorType, map, filter, zip, *(type(getattr({}, name)()) for name in ("keys", "values", "items")))
 
 
@@ -127,8 +133,12 @@ def for_pending(
     owner: Any = getattr(fn, "__self__", None)
     if issubclass(type(owner), IN_MEMORY):
         require_no_output(recording, fn, args)
-    if getattr(fn, "__name__", "") == "tolist" and is_device_tensor(owner):
-        return partial(_listed, owner.detach()) if owner.numel() <= _MOST_LISTED and host_answer(load(owner)) is None else None
+    if fn is builtins.type and len(args) == 1 and is_host_copy(args[0]):
+        return lambda value: torch.Tensor
+    if (made := _of_copies(recording, fn, owner, args)) is not None:
+        return made
+    if getattr(fn, "__name__", "") == "tolist" and is_device_tensor(held_of(owner)):
+        return partial(_list_of, held_of(owner).detach())
     if fn is builtins.map and args and is_pure(args[0]) and any(map(_may_be_unknown, args[1:])):
         for items in args[1:]:
             recording.iterate(items)
@@ -153,6 +163,36 @@ def for_pending(
     # a float is rounded to digits without an error, and to an int with one for nan
     is_safe = fn is builtins.round and len(args) == 2 and type(args[1]) is int and args[1] >= 0
     return _INSTEAD.get(id(fn)) or (lambda *given, **options: pending(fn, given, options, is_safe=is_safe))
+
+
+def _of_copies(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The callable for a function that makes a text or an array of a copy to the host; None for other calls."""
+    if fn is torch.nn.Parameter and holds_copies(*args):
+        raise not_a_parameter()
+    if args and is_host_copy(args[0]) and (own := method_of(fn)) is not None:
+        return own
+    if is_host_copy(owner) and getattr(fn, "__name__", "") in ("numpy", "__array__"):
+        return partial(_array_of, owner)
+    if not (id(fn) in _TEXTS or type(owner) in (str, bytes) or fn is operator.mod or id(fn) in _NUMPYS or _is_of_numpy(fn)):
+        return None
+    if not holds_copies(*args) or (fn is operator.mod and not _is_text(args)) or (fn is builtins.format and not args[0].dim()):
+        return None
+    for arg in args:
+        _read(recording, arg)
+    return lambda *given, **options: pending(fn, given, options, is_safe=id(fn) in _TEXTS)
+
+
+def _is_of_numpy(fn: Any) -> bool:
+    return isinstance(fn, np.ufunc) or (isinstance(fn, type) and issubclass(fn, np.generic))
+
+
+def _array_of(copy: Any, *, force: bool = False) -> Any:
+    """`copy.numpy()`: the memory of the tensor that a call makes of the copy."""
+    if copy.requires_grad and not force:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+    if (known := host_answer(load(copy.held))) is not None:
+        return host_tensor(np.array(known)).numpy()
+    return pending(torch.Tensor.numpy, (copy.detach() if force else copy,), {"force": force} if force else None, is_safe=True)
 
 
 def _is_text(args: tuple[Any, ...]) -> bool:
@@ -250,6 +290,15 @@ def _kind_of(number: Any) -> type:
     if is_number(number):
         return number.node.kind
     return type(number.evaluate()) if type(number) is Varying else type(number)
+
+
+def _list_of(tensor: torch.Tensor) -> Any:
+    """`tensor.tolist()` of a device tensor."""
+    if (known := host_answer(load(tensor))) is not None:
+        return host_tensor(np.array(known)).tolist()
+    if tensor.numel() > _MOST_LISTED:
+        raise needs_host_value(f".tolist() of {tensor.numel()} values")
+    return _listed(tensor)
 
 
 def _listed(tensor: torch.Tensor) -> Any:

@@ -29,7 +29,7 @@ from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._pending import NotTaken, Pending, is_unknown, not_taken, parts_in, pending
+from spmd.program.reads._pending import NotTaken, Pending, holds_copies, is_unknown, not_taken, parts_in, pending
 from spmd.program.reads._pending_texts import text_method
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def is_output_call(fn: Any) -> bool:
 
 def is_captured(recording: Recording, fn: Any, args: tuple[Any, ...]) -> bool:
     """Whether it is a `print` of values that the host knows to a file that the function may read: then it is part of the call."""
-    if fn is not print or is_unknown(*args) or any(text_method(arg) is not None for arg in args):
+    if fn is not print or is_unknown(*args) or holds_copies(*args) or any(text_method(arg) is not None for arg in args):
         return False
     streams = [arg for arg in args if isinstance(arg, io.IOBase)] or [sys.stdout]
     return any(_may_be_read(recording, stream) for stream in streams)
@@ -150,7 +150,7 @@ def noted_output(
     if fn is print and any(text_method(arg) is not None for arg in args):
         return partial(_print, recording, frame, record)
     is_late = any(output.is_late for output in recording.journal.outputs)
-    if not is_late and not any(True for arg in args for _ in parts_in(arg)):
+    if not is_late and not any(True for arg in args for _ in parts_in(arg)) and not holds_copies(*args):
         return _at(_line(frame), partial(_note_early, recording, fn, frame), record(recording, fn, args))
     return partial(_later, recording, fn, frame)
 
@@ -312,7 +312,7 @@ def require_no_output(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
     Raises:
         TraceError: the file would have to be written now.
     """
-    if is_unknown(*args):
+    if is_unknown(*args) or holds_copies(*args):
         raise _in_memory(fn)
     for output in recording.journal.outputs:
         if output.is_late and any(stream is fn.__self__ for stream in _files(output)):

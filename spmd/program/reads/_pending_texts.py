@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from spmd.device._host_copies import HostCopy, held_of
 from spmd.device._storage import is_device_tensor
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_calls import known
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._pending import Pending, is_number, is_unknown, pending, sample_of
+from spmd.program.reads._pending import Pending, holds_copies, is_number, is_unknown, pending, sample_of
 from spmd.program.reads._varying import Varying
 
 if TYPE_CHECKING:
@@ -68,14 +69,14 @@ def formatted(recording: Recording, value: Any, spec: Any, conversion: int, is_p
         value, spec, conversion: see `f_string`.
         is_part: the text is a part of a longer one, so a number may wait as a `Later`.
     """
-    if type(value) is torch.Tensor and not conversion and not value.dim() and is_device_tensor(value):
+    if type(value) in (torch.Tensor, HostCopy) and not conversion and not value.dim() and is_device_tensor(held_of(value)):
         value = value.item()  # as `Tensor.__format__`
     if type(spec) is not Pending and is_part and (type(value) is Varying or is_number(value)):
         return Later(value, spec, conversion)
     has_spec = type(spec) is Pending or bool(spec)
     if (conversion or not has_spec) and (method := text_method(value, conversion)) is not None:
         return formatted(recording, method(value), spec, 0, is_part) if has_spec else method(value)
-    if type(spec) is Pending or is_unknown(value):
+    if type(spec) is Pending or is_unknown(value) or holds_copies(value):
         if type(value) in (list, tuple, dict):
             recording.read_deep(value)
         return _pending(value, spec, conversion)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spmd.base._torch import get_unwrapped, is_functorch_wrapped_tensor
 from spmd.program.find._static import attributes_of, is_python_class
 from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
 from spmd.program.reads._content_places import AttributePlace, content_place
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 PROXIES = frozenset(weakref.ProxyTypes)
 VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
-_CALL_TENSORS = ("HostArgument", "HostItem")  # classes of CPU tensors whose values each call provides
+_CALL_TENSORS = ("HostArgument", "HostItem", "HostCopy")  # classes of CPU tensors whose values each call provides
 _TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
@@ -354,6 +355,8 @@ class PlacesRead:
         return place is not None
 
     def _host_tensor(self, value: torch.Tensor) -> None:
+        while is_functorch_wrapped_tensor(value):
+            value = get_unwrapped(value)
         if value.device.type == "cpu" and type(value).__name__ not in _CALL_TENSORS and id(value) not in self.places:
             self.places[id(value)] = ContentPlace(value, self._title(value), lambda: host_bytes(value))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +14,14 @@ import numpy as np
 import torch
 
 from mesh import ShardingSpec
+from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
 from spmd.base._torch import pytree
 from spmd.device._checks import Check
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
+from spmd.device._views import contiguous_stride, plan_window
+from spmd.program.reads._library import is_recorded
 from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of
 from spmd.program.trace._known_inputs import KnownInputs
 
@@ -46,6 +52,7 @@ class TraceRecorder:
         known: inputs whose values the host knows; None if the traced arguments are not those of a call (stacked steps).
         met: ids of dicts of optimizer state that the function itself read or wrote.
         early: optimizers whose state the function read or wrote before they stepped.
+        copies_leave: copies to the host may leave the function.
         has_counts: integers that the host knows become Python ints; otherwise `counts` collects the integers that were asked for.
     """
 
@@ -84,6 +91,7 @@ class TraceRecorder:
     known: KnownInputs | None = None
     has_counts: bool = False
     counts: list[Any] = field(default_factory=list[Any])
+    copies_leave: bool = False
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer begins a step."""
@@ -162,13 +170,36 @@ class TraceRecorder:
         """Whether the host knows any of the integers that were asked for."""
         return any(self.known_value(value) is not None for value in self.counts)
 
+    def makes_host_copy(self) -> bool | None:
+        if not self.copies_leave:
+            return False
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and not is_recorded(name := str(frame.f_globals.get("__name__"))):
+            if not name.startswith("spmd."):
+                return None if "tolist" not in frame.f_code.co_names else False  # C++ reads the memory of the copy there
+            frame = frame.f_back
+        return True
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, HostArgument):
             return None
         found = self.host_inputs.get(identity_of(tensor))
         if found is None:
+            found = self._view_of_argument(tensor)
+        if found is None:
             raise computed_on_host(f"a tensor of shape {tuple(tensor.shape)} computed from it")
         return found
+
+    def _view_of_argument(self, tensor: torch.Tensor) -> Any:
+        """The traced values of a view of a CPU argument; None if it is not one of a contiguous argument."""
+        start, size, stride, dtype = identity_of(tensor)
+        for (first, shape, steps, its), value in self.host_inputs.items():
+            offset, rest = divmod(start - first, dtype.itemsize)
+            last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+            if its == dtype and steps == contiguous_stride(shape) and not rest and 0 <= offset <= last < math.prod(shape):
+                with exact_dtypes():
+                    return plan_window((math.prod(shape),), size, stride, offset).read(value.reshape(-1))
+        return None
 
     def host_read(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, HostArgument):

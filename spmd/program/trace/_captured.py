@@ -17,7 +17,7 @@ from spmd.program.reads import Effect, Place, ReplacedState
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._output_tree import Node
-from spmd.program.trace._results import Leaf
+from spmd.program.trace._results import OUTPUTS, Leaf
 from spmd.program.trace._topology_tensors import on_topology
 
 Owner = torch.Tensor | int  # the tensor that a gradient or flag belongs to: a parameter, or the position of an argument
@@ -112,7 +112,12 @@ class TraceOutputs:
     @property
     def num_arrays(self) -> int:
         """The number of output arrays besides state and gradients."""
-        return sum(leaf.kind in ("array", "number") for leaf in self.leaves) + len(self.finite) + bool(self.checks)
+        return len(self.output_kinds) + len(self.finite) + bool(self.checks)
+
+    @property
+    def output_kinds(self) -> list[str]:
+        """The kinds of the leaves that are outputs, in their order."""
+        return [leaf.kind for leaf in self.leaves if leaf.kind in OUTPUTS]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from spmd.base._errors import TraceAgain, TraceError, called_at, message
 from spmd.base._progress import PROGRESS
 from spmd.base._torch import DisableTorchFunctionSubclass, pytree
+from spmd.device._host_copies import is_host_copy
 from spmd.program.trace._trace_settings import Drawn, TraceSettings
 
 _READERS = frozenset(
@@ -47,7 +48,9 @@ class HostArgument(torch.Tensor):
 
 
 def _as_argument(value: Any) -> Any:
-    is_host = isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, HostArgument)
+    is_host = (
+        isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, HostArgument) and not is_host_copy(value)
+    )
     return value.as_subclass(HostArgument) if is_host else value
 
 
@@ -127,6 +130,7 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
     Small tensors, such as counters and flags, are restored.
     """
     before = [(name, t, *_version_and_copy(t)) for name, t in tensors]
+    gradients = [(name, t, t.grad) for name, t in tensors]
     failed = True
     try:
         yield
@@ -138,6 +142,12 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
                 if copy is not None:
                     with torch.inference_mode(t.is_inference()):
                         t.copy_(copy)
+        given = [(name, t, grad) for name, t, grad in gradients if is_host_copy(t.grad)]
+        for _, t, grad in given:
+            t.grad = grad
+        if given and not failed:
+            what = f"a copy to the host of a traced tensor was made the gradient of {given[0][0]}, which is on the CPU"
+            raise TraceError(message(what, "only the trace would do so", fix="move it to the device: .to('jax'), or set it after the call"))
         if written and not failed:
             name, tensor, _ = written[0]
             raise TraceError(

@@ -74,6 +74,10 @@ class Part:
     def each_call(self, tensor: torch.Tensor, look: Any) -> None:
         """No check: a call need not run the part."""
 
+    def makes_host_copy(self) -> bool:
+        """False: it could leave the part by a way that is not its result."""
+        return False
+
     def host_argument(self, tensor: torch.Tensor) -> Any:
         return self.outer.host_argument(tensor)
 

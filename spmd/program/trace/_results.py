@@ -17,13 +17,17 @@ import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.device._arrays import fetched
+from spmd.device._copy import copied_to_host
+from spmd.device._host_copies import held_of, is_host_copy
 from spmd.device._numbers import NumberNode, carried
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
 from spmd.program.trace._arguments import of_caller
 from spmd.program.trace._object_parts import RUNNING
 from spmd.program.trace._window import PLAIN_KIND, Kind, Window, leaves_whole
+
+OUTPUTS = ("array", "number", "copy")  # the kinds of leaves that are outputs of the program
 
 
 @dataclass
@@ -31,12 +35,13 @@ class Leaf:
     """One leaf of the function's result, of a value that it writes, or of the new contents of an object among the arguments.
 
     Attributes:
-        kind: "array" (an output of the program), "number" (an output, read as a Python number), "same" (a tensor from before the trace,
+        kind: "array" (an output of the program), "number" (an output, read as a Python number), "copy" (an
+            output, copied to a CPU tensor), "same" (a tensor from before the trace,
             returned itself), "alias" (a new alias of such a tensor), "argument" (the caller's tensor or object), "container" (the
             caller's container), "part" (a view of an argument), "held" (the value of a Python variable at the start of the call),
             "again" (an earlier leaf), "computed" (a number that the host computes), "view" (of another leaf), "static" (any other
             value, as the trace returned it).
-        value: by kind: the tensor or static value; "array": its Kind; "number": its class; "argument": the position; "container":
+        value: by kind: the tensor or static value; "array", "copy": its Kind; "number": its class; "argument": the position; "container":
             the path; "held": the position in `TraceState.held`; "again": the number of the leaf; "computed": the function that
             computes it; "part" and "view": the position or number, and the Window.
         owner: for an array that a call also stores as a gradient, the tensor of this gradient, or its position as an argument.
@@ -59,6 +64,7 @@ class Results:
         state: buffers of these tensors.
         is_stacked: the arguments and results of a call are stacks of those of the trace.
         is_newborn: whether the trace created a buffer.
+        is_before: whether an object existed before the trace.
         stand_ins: by id of a tuple that the trace read and whose numbers are inputs: the tuple, and a function that returns a call's.
         leaves: one per leaf of the results, followed by the whole storages that several results view.
         returned: for each output the tensor that has its value in the trace, or None.
@@ -71,6 +77,7 @@ class Results:
     state: set[Buffer]
     is_stacked: bool
     is_newborn: Callable[[Buffer], bool]
+    is_before: Callable[[Any], bool]
     stand_ins: Mapping[int, tuple[Any, Callable[[], Any]]]
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     returned: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
@@ -92,14 +99,15 @@ class Results:
             first[id(value)] = index
             leaf = self._leaf(value, roots)
             taken: Any = value
-            if leaf.kind in ("array", "number"):
-                arrays.append(carried(taken) if leaf.kind == "number" else load(taken))
-                self.returned.append(None if leaf.kind == "number" else taken)
+            if leaf.kind in OUTPUTS:
+                arrays.append(carried(taken) if leaf.kind == "number" else load(held_of(taken)))
+                self.returned.append(taken if leaf.kind == "array" else None)
             self.leaves.append(leaf)
+        copied = {buffer_of(value.held) for value in flat if is_host_copy(value)}
         for buffer in shared:
             arrays.append(buffer.get())
             self.returned.append(None)
-            self.leaves.append(Leaf("array", PLAIN_KIND))
+            self.leaves.append(Leaf("copy" if buffer in copied else "array", PLAIN_KIND))
         return arrays
 
     def _leaf(self, value: Any, roots: dict[int, int]) -> Leaf:
@@ -107,6 +115,11 @@ class Results:
             return Leaf("argument", self.owned[id(value)])
         if id(value) in self.containers and not isinstance(value, PLAIN):
             return Leaf("container", self.containers[id(value)])
+        if is_host_copy(value):
+            kind, buffer = Kind.of_copy(value), buffer_of(value.held)
+            if id(buffer) in roots:
+                return Leaf("view", (roots[id(buffer)], Window.with_kind(value.held, kind)))
+            return Leaf("copy", kind)
         if isinstance(value, torch.Tensor) and is_device_tensor(value):
             buffer = buffer_of(value)
             if id(buffer) in roots:
@@ -124,19 +137,28 @@ class Results:
         if isinstance(value, (torch.SymFloat, torch.SymBool)) and isinstance(value.node, NumberNode):
             evaluate, kind = value.node.evaluate, value.node.kind
             return Leaf("number", kind) if evaluate is None else Leaf("computed", lambda: evaluate() if kind is float else kind(evaluate()))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not self.is_before(value):
             raise _on_other_device(value)
         if isinstance(value, RUNNING):
             raise _running(f"the compiled function returns a {type(value).__name__}")
         return Leaf("static", value)
 
     def _roots(self, flat: Sequence[Any]) -> list[Buffer]:
-        """The new storages that become outputs as a whole, because results are views of them (see `leaves_whole`)."""
+        """The new storages that become outputs as a whole, because results are views of them (see `leaves_whole`).
+
+        The storage of copies to the host always does, unless the only one shows all of it.
+        """
+        copied = {buffer_of(value.held) for value in flat if is_host_copy(value)}
         groups: dict[Buffer, dict[int, torch.Tensor]] = {}
-        for value in flat if not self.is_stacked else ():
+        for value in map(held_of, flat if not self.is_stacked else ()):
             if is_device_tensor(value) and id(value) not in self.owned and self.is_newborn(buffer_of(value)):
                 groups.setdefault(buffer_of(value), {})[id(value)] = value
-        return [buffer for buffer, tensors in groups.items() if leaves_whole(list(tensors.values()), buffer)]
+        found: list[Buffer] = []
+        for buffer, by_id in groups.items():
+            tensors = list(by_id.values())
+            is_one = len(tensors) == 1 and is_whole(tensors[0], buffer)
+            found += [buffer] if (not is_one if buffer in copied else leaves_whole(tensors, buffer)) else []
+        return found
 
 
 def is_shown_otherwise(tensor: torch.Tensor, leaves: Sequence[Leaf]) -> bool:
@@ -174,6 +196,8 @@ def made(
                 flat.append(_grad_of(leaf.owner, arguments))
             else:
                 flat.append(wrap(value) if kind is PLAIN_KIND else kind.made_of(wrap(value)))
+        elif leaf.kind == "copy":
+            flat.append(leaf.value.made_of(copied_to_host(next(values))))
         elif leaf.kind == "number":
             number = fetched(next(values))  # one per step with `steps_per_call`
             flat.append(leaf.value(number.item()) if number.ndim == 0 else list(map(leaf.value, number.tolist())))
@@ -207,7 +231,7 @@ def made(
 
 def note_gradients(leaves: Sequence[Leaf], returned: Sequence[torch.Tensor | None], owners: Mapping[int, Any]) -> None:
     """Set `owner` of each leaf that is also a gradient that calls keep. `owners`: by id of a gradient of the trace, its tensor."""
-    for leaf, tensor in zip((leaf for leaf in leaves if leaf.kind in ("array", "number")), returned, strict=True):
+    for leaf, tensor in zip((leaf for leaf in leaves if leaf.kind in OUTPUTS), returned, strict=True):
         leaf.owner = owners.get(id(tensor))
 
 

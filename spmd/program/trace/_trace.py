@@ -281,7 +281,7 @@ class Trace:
             self.known.install(arguments)
         draws, counts = default_stream.draws, self.settings.has_counts
         counters, platform = self.torch_state.counters, self.options.platform
-        return TraceRecorder(words, inputs, draws, counters, platform=platform, known=self.known, has_counts=counts)
+        return TraceRecorder(words, inputs, draws, counters, platform=platform, known=self.known, has_counts=counts, copies_leave=True)
 
     def _recording_arguments(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
         """What the recording must know: names of modules, by id; the module of each dict of a module, by id of the dict; and ids of objects
@@ -311,6 +311,7 @@ class Trace:
             set(map(buffer_of, known.values())),
             arguments.is_stacked,
             recorder.newborn.__contains__,
+            self.reads.is_before,
             self.numbers.stand_ins,
         )
         arrays = results.outputs(flat)

@@ -43,6 +43,12 @@ class Kind(NamedTuple):
         """Whether this is the kind of a new tensor."""
         return self is PLAIN_KIND
 
+    @staticmethod
+    def of_copy(copy: torch.Tensor) -> Kind:
+        """The kind of the CPU tensor that a copy to the host becomes."""
+        attributes = dict(attributes_of(copy) or ())
+        return Kind(torch.Tensor, copy.requires_grad and copy.grad_fn is None, attributes)
+
     def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, a new tensor, converted to this kind in place where possible."""
         if self.is_plain:
@@ -70,8 +76,13 @@ class Window(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> Window:
         """The window of a device tensor."""
+        return Window.with_kind(tensor, Kind.of(tensor))
+
+    @staticmethod
+    def with_kind(tensor: torch.Tensor, kind: Kind) -> Window:
+        """The window of a device tensor, with another kind."""
         size, offset = tuple(tensor.shape), int(tensor.storage_offset())
-        return Window(size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), Kind.of(tensor))
+        return Window(size, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), kind)
 
     def is_base(self, root: torch.Tensor) -> bool:
         """Whether this is the window of `root` itself."""
