@@ -11,10 +11,13 @@ Note [Handlers that wait]
 from __future__ import annotations
 
 import _signal  # pyright: ignore[reportMissingImports]  # signal's own functions convert to enums, which takes ten times as long
+import operator
+import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat
 from types import FrameType
 from typing import Any
@@ -46,38 +49,45 @@ class _Handlers:
         found = signal.getsignal(number)
         return self._own[number] if found is self._note else found
 
-    def switch(self, waits: bool) -> None:
-        """Let all handlers wait, or run, the first error being raised at the end."""
-        self._let_wait() if waits else self._let_run()
-
-    def _let_wait(self) -> None:
+    def let_wait(self) -> None:
+        """Note signals from now on."""
         found = list(map(_get, _SIGNALS))
         if found != self._all:
             self._own = {number: handler for number, handler in zip(_SIGNALS, found, strict=True) if callable(handler)}
             self._all = found
         self.is_waiting = True
-        _set_all(self._own, repeat(self._note))
+        try:
+            deque(map(_set, self._own, repeat(self._note)), maxlen=0)  # in one call of C, so that no handler runs in between
+        except BaseException:  # of one that ran before
+            _set_all(self._own, repeat(self._note))
+            raise
 
-    def _let_run(self) -> None:
-        # a compiled function may set a handler
-        own = {number: handler for number, handler in self._own.items() if _get(number) is self._note}
+    def let_run(self) -> None:
+        """Restore the handlers, and run those whose signals have arrived; the first error is raised at the end."""
+        own = self._own
+        if not all(map(operator.is_, map(_get, own), repeat(self._note))):  # a compiled function may set a handler
+            own = {number: handler for number, handler in own.items() if _get(number) is self._note}
         self.is_waiting = False
         try:
+            deque(map(_set, own, own.values()), maxlen=0)
+        except BaseException:
             _set_all(own, own.values())
+            raise
         finally:
-            self._run_arrived()
+            if self._arrived:
+                self._run_arrived()
 
     def _run_arrived(self) -> None:
-        if self._arrived:
-            handler, number, frame = self._arrived.pop(0)
-            try:
-                handler(number, frame)
-            finally:
+        handler, number, frame = self._arrived.pop(0)
+        try:
+            handler(number, frame)
+        finally:
+            if self._arrived:
                 self._run_arrived()
 
 
 def _set_all(numbers: Iterable[int], handlers: Iterable[Any]) -> None:
-    """Set handlers in one call of C, so that none of them runs in between, and again if one that runs before that raises."""
+    """Set handlers, and again if one that runs before that raises."""
     try:
         deque(map(_set, numbers, handlers), maxlen=0)
     except BaseException:
@@ -96,17 +106,28 @@ class _Switch:
         self._changes = False
 
     def __enter__(self) -> None:
-        if _HANDLERS.is_waiting is not self._waits and threading.get_ident() == threading.main_thread().ident:
+        if _HANDLERS.is_waiting is not self._waits and threading.get_ident() == _main_thread[0]:
             self._changes = True
+            enter, leave = (_HANDLERS.let_wait, _HANDLERS.let_run) if self._waits else (_HANDLERS.let_run, _HANDLERS.let_wait)
             try:
-                _HANDLERS.switch(self._waits)
+                enter()
             except BaseException:
-                _HANDLERS.switch(not self._waits)
+                leave()
                 raise
 
     def __exit__(self, *_: object) -> None:
-        if self._changes:
-            _HANDLERS.switch(not self._waits)
+        if self._changes and self._waits:
+            _HANDLERS.let_run()
+        elif self._changes:
+            _HANDLERS.let_wait()
+
+
+def _note_main_thread() -> None:
+    _main_thread[:] = [threading.main_thread().ident]
+
+
+_main_thread: list[int | None] = [threading.main_thread().ident]
+os.register_at_fork(after_in_child=_note_main_thread)
 
 
 def handler_of(number: int) -> Any:
@@ -114,14 +135,8 @@ def handler_of(number: int) -> Any:
     return _HANDLERS.of(number)
 
 
-def handlers_wait() -> _Switch:
-    """A context in which the handlers of signals wait for its end. See Note [Handlers that wait]."""
-    return _Switch(waits=True)
-
-
-def handlers_run() -> _Switch:
-    """A context within `handlers_wait` in which the handlers run at once."""
-    return _Switch(waits=False)
-
+# Contexts in which the handlers of signals wait for their end, and, within those, run at once. See Note [Handlers that wait].
+handlers_wait = partial(_Switch, waits=True)
+handlers_run = partial(_Switch, waits=False)
 
 __all__ = ["handler_of", "handlers_run", "handlers_wait"]

@@ -30,7 +30,7 @@ from spmd.device._inlined import Inlined
 from spmd.device._numbers import carried, data_dependent, decided, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
-from spmd.device._refusals import MetaCheck, meta_argument, range_of
+from spmd.device._refusals import MetaCheck, kind_of_number, meta_argument
 from spmd.device._saved_results import reuse_or_save
 from spmd.device._storage import load, once, store, trace_setting, wrap
 from spmd.device._trace_lock import was_taken, with_trace_lock
@@ -39,7 +39,7 @@ from spmd.lowering._registry import MAY_BE_LIFTED, Lowering
 
 _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
-_LARGEST_HALF = torch.finfo(torch.float16).max
+_LARGEST_FLOAT, _LARGEST_INT = torch.finfo(torch.float32).max, torch.iinfo(torch.int32).max
 _HALF = (torch.float16, torch.bfloat16)
 _INT64_VECTOR = torch.zeros(1, dtype=torch.int64)
 _INT32_SCALAR = torch.zeros((), dtype=torch.int32)
@@ -305,7 +305,7 @@ class Adapter:
             key.append((torch.SymFloat, type(sample(arg))))
         elif self.is_dynamic(index, arg):
             dynamic.append(arg)
-            key.append(("number", type(arg), type(arg) is int and arg < 0) if self.is_tensor[index] else (type(arg), range_of(arg)))
+            key.append(kind_of_number(arg))
         elif isinstance(arg, int | float):
             key.append((type(arg), exactly(arg)))
         else:
@@ -314,8 +314,8 @@ class Adapter:
     def is_dynamic(self, place: int | str, arg: Any) -> bool:
         """Whether an argument that is not a tensor is a dynamic value of the call instead of a part of the plan.
 
-        A number in place of a tensor is dynamic if every dtype can represent it and division by it is valid, because no check
-        then depends on its value.
+        A number in place of a tensor is dynamic if 32 bits can represent it and division by it is valid: then no check depends on
+        its value, except for the dtypes that cannot represent it, which are a part of the plan (`kind_of_number`).
 
         Args:
             place: position or name of the argument.
@@ -324,7 +324,7 @@ class Adapter:
         if index < 0:
             return False
         if self.is_tensor[index]:
-            return (type(arg) is float and abs(arg) <= _LARGEST_HALF) or (type(arg) is int and arg != 0 and -128 <= arg <= 127)
+            return (type(arg) is float and abs(arg) <= _LARGEST_FLOAT) or (type(arg) is int and arg != 0 and abs(arg) <= _LARGEST_INT)
         return self.dynamic_scalar[index] and arg is not None
 
     def _new_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: list[Any]) -> Plan:

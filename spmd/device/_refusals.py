@@ -245,6 +245,11 @@ _HIGHS = sorted({*(torch.iinfo(dtype).max for dtype in _INTEGERS), *(torch.finfo
 _LOWS = sorted({*(-high for high in _HIGHS), *(torch.iinfo(dtype).min for dtype in _INTEGERS)})
 
 
+def kind_of_number(number: Any) -> tuple[Any, ...]:
+    """What torch's checks ask of a number: its class, the dtypes that can represent it, and whether unsigned tensors refuse it."""
+    return "number", type(number), range_of(number), type(number) is int and number < 0
+
+
 def range_of(number: Any) -> Any:
     """Key for the set of dtypes that can represent a number; None: all. The CPU refuses other dtypes: `fill_(1e6)` of float16."""
     if type(number) is complex:
@@ -450,6 +455,7 @@ __all__ = [
     "Dtypes",
     "TensorSlot",
     "MetaCheck",
+    "kind_of_number",
     "meta_argument",
     "check_cast",
     "check_expands",

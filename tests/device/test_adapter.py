@@ -121,3 +121,42 @@ def test_complex_tensors_take_a_number_of_eight_bits(op: Callable[..., torch.Ten
     expected, found = op(c, z), op(c.to("jax"), z.to("jax"))
     assert found.dtype is expected.dtype
     torch.testing.assert_close(found.cpu(), expected)
+
+
+NUMBERS = (128, 200, 300, 1000, 32768, 65505, 65536, 70000, 16777217, 2**31 - 1, -129, -70000, 70000.5, 1e30, 3.4e38, 2**40)
+OF_A_NUMBER: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "mul": lambda x, n: x * n,
+    "rsub": lambda x, n: n - x,
+    "div": lambda x, n: x / n,
+    "floor divide": lambda x, n: x // n,
+    "less": lambda x, n: x < n,
+    "where": lambda x, n: torch.where(x > 2, x, n),
+    "add in place": lambda x, n: x.clone().add_(n),
+    "masked fill": lambda x, n: x.masked_fill(x > 2, n),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("op", OF_A_NUMBER.values(), ids=OF_A_NUMBER)
+def test_large_numbers_are_those_of_the_cpu(op: Callable[[torch.Tensor, Any], torch.Tensor], dtype: torch.dtype) -> None:
+    def outcome(x: torch.Tensor, number: float) -> Any:
+        try:
+            return op(x, number).cpu()
+        except (RuntimeError, OverflowError, TypeError) as error:
+            return type(error)
+
+    x = torch.tensor([1, 2, 3, 5]).to(dtype)
+    for number in NUMBERS:
+        expected, found = outcome(x, number), outcome(x.to("jax"), number)
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(found, expected, msg=lambda text, number=number: f"{number}: {text}")
+        else:
+            assert found is expected, number
+
+
+def test_a_number_that_counts_is_an_input_of_a_few_programs() -> None:
+    """Beyond 127 every value had a plan of its own: each cost a compilation, and was kept."""
+    x = torch.ones(3).to("jax")
+    adapter = adapter_of(torch.ops.aten.mul.Tensor)
+    found = {id(adapter.plan((x, number), {})[0]) for number in range(1, 3000)}
+    assert len(found) <= 6  # the ranges that some dtype cannot represent

@@ -17,6 +17,7 @@ from spmd.device._adapter import is_wrapped_number
 from spmd.device._copy import from_host
 from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._indices import are_checked
+from spmd.device._refusals import kind_of_number
 from spmd.device._storage import Buffer, buffer_of
 
 _COPIES = frozenset({"_to_copy", "_copy_from", "_copy_from_and_resize", "copy_"})
@@ -120,7 +121,7 @@ class KeyBuilder:
         elif cls is int or cls is float:
             if self._is_number(name, arg):
                 self.numbers.append(arg)
-                key.append(("number", cls, cls is int and arg < 0))  # the sign matters: unsigned tensors refuse negative integers
+                key.append(kind_of_number(arg))
             else:
                 key.append((cls, exactly(arg)))
         elif isinstance(arg, _PLAIN):
@@ -152,7 +153,7 @@ class KeyBuilder:
                 number = tensor.item()
                 if type(number) in (int, float):
                     self.numbers.append(number)
-                    self.key.append(("number", type(number), type(number) is int and number < 0))
+                    self.key.append(kind_of_number(number))
                     return
                 raise NotDeferrable
             self.has_host = True

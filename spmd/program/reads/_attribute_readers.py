@@ -12,6 +12,7 @@ import functools
 import heapq
 import itertools
 import operator
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def with_readers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callab
 
 
 def _is_sort(fn: Any) -> bool:
-    return isinstance(getattr(fn, "__self__", None), list) and fn.__name__ == "sort"
+    return type(fn) is types.BuiltinMethodType and isinstance(fn.__self__, list) and fn.__name__ == "sort"
 
 
 __all__ = ["reader", "with_readers"]

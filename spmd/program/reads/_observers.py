@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from spmd.program.reads._hooks import run_apart
+from spmd.program.reads._library import starts_trace
 
 _EVENT = "spmd.recorded"
 _PHASES = frozenset(("start", "stop"))
@@ -39,12 +40,14 @@ class Observers:
     def __init__(self) -> None:
         self.codes: dict[int, types.CodeType] = {}
         self._audit_hooks: dict[int, types.CodeType] = {}
+        self._tracers: list[types.CodeType] = []  # of the trace and profile functions
         self._searching: set[int] = set()  # ids of threads
 
     def find(self) -> None:
         """Find the observers of now, before functions are swapped."""
         found = [*gc.callbacks, *map(signal.getsignal, _SIGNALS)]
         functions = [fn for fn in map(_function_of, found) if fn is not None]
+        self._tracers = [fn.__code__ for fn in map(_function_of, (sys.gettrace(), sys.getprofile())) if fn is not None]
         self.codes = {id(code): code for code in (*self._audit_hooks.values(), *(fn.__code__ for fn in functions))}
 
     def find_audit_hooks(self) -> None:
@@ -64,6 +67,8 @@ class Observers:
 
     def is_observer(self, code: types.CodeType, args: list[Any]) -> bool:
         """Whether Python calls a function with this code and these arguments on its own, and not the traced function."""
+        if self._tracers and self._is_in_tracer():
+            return True
         if id(code) not in self.codes or len(args) < 2:
             return False
         event, last = args[-2:]
@@ -72,6 +77,15 @@ class Observers:
             or (type(event) is str and type(last) is dict and event in _PHASES)
             or (type(event) is str and type(last) is tuple and id(code) in self._audit_hooks)
         )
+
+    def _is_in_tracer(self) -> bool:
+        """Whether a trace function runs: a debugger gives itself to frames (`frame.f_trace`) that it was not called for."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and not starts_trace(frame):
+            if any(frame.f_code is code for code in self._tracers):
+                return True
+            frame = frame.f_back
+        return False
 
 
 class _Apart:
