@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise missing(str(error)) from error
 
-_ROOTS = ("jax", "jaxlib", "numpy")
+_ROOTS = ("jax", "jaxlib", "ml_dtypes", "numpy")
 _BUILTINS = frozenset(("complex", "dict", "frozenset", "list", "set", "slice", "tuple"))
 
 
@@ -66,7 +66,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads pickles of `_Pickler` with the devices of this process. Refuses classes other than those of jax and numpy."""
+    """Reads pickles of `_Pickler` with the devices of this process. Refuses classes other than those of jax, numpy and ml_dtypes."""
 
     def __init__(self, file: io.BytesIO, executable: Any, client: Any) -> None:
         super().__init__(file)

@@ -94,7 +94,8 @@ class Plan:
         kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
         if self.lowering.random:
             args.insert(0, None if key is None else jax.random.wrap_key_data(key))
-        out = self.lowering.rule(*args, **kwargs)
+        with np.errstate(over="ignore"):  # a Python number that the dtype cannot represent is infinite, as in torch
+            out = self.lowering.rule(*args, **kwargs)
         updated: tuple[Any, ...] = ()
         if self.lowering.updates:
             count = len(self.lowering.op._schema.returns)

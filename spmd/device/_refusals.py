@@ -247,7 +247,7 @@ _LOWS = sorted({*(-high for high in _HIGHS), *(torch.iinfo(dtype).min for dtype 
 
 def kind_of_number(number: Any) -> tuple[Any, ...]:
     """What torch's checks ask of a number: its class, the dtypes that can represent it, and whether unsigned tensors refuse it."""
-    return "number", type(number), range_of(number), type(number) is int and number < 0
+    return "number", type(number), range_of(number), not isinstance(number, complex) and number < 0
 
 
 def range_of(number: Any) -> Any:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 import torch
 
 from spmd.base._errors import message
@@ -313,5 +314,11 @@ def is_static(number: Any) -> bool:
 
 
 def scaled(array: Any, factor: Any) -> Any:
-    """`array * factor`, without a multiplication if the factor is the Python number 1."""
+    """`array * factor`, without a multiplication if the factor is the Python number 1. For integers the factor is its integer part."""
+    if (
+        isinstance(array, jnp.ndarray)
+        and jnp.issubdtype(array.dtype, jnp.integer)
+        and jnp.issubdtype(jnp.result_type(factor), jnp.floating)
+    ):
+        factor = jnp.asarray(factor).astype(array.dtype)
     return array if is_static(factor) and factor == 1 else mul(array, factor)

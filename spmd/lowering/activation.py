@@ -20,7 +20,7 @@ def relu(self: Any) -> Any:
 
 @lower("threshold", pointwise=True)
 def threshold(self: Any, threshold: Any, value: Any) -> Any:
-    return jnp.where(self <= threshold, jnp.asarray(value, self.dtype), self)
+    return jnp.where(self <= threshold, jnp.asarray(value).astype(self.dtype), self)
 
 
 @lower("threshold_backward", pointwise=True, promoted=("grad_output", "self"))

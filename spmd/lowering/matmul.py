@@ -127,8 +127,6 @@ def unless_zero(alpha: Any, product: Callable[[Any, Any], Any], left: Any, right
 
 def combined(self: Any, product: Any, beta: Any, alpha: Any) -> Any:
     """`beta * self + alpha * product`. As in torch, a `beta` of 0 ignores the values of `self`, and integers truncate the factors."""
-    if jnp.issubdtype(product.dtype, jnp.integer):
-        beta, alpha = (int(factor) if is_static(factor) else jnp.trunc(factor) for factor in (beta, alpha))
     product = scaled(product, alpha)
     if is_static(beta) and beta == 0:
         return jnp.broadcast_to(product, jnp.broadcast_shapes(product.shape, self.shape))

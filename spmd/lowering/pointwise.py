@@ -224,7 +224,7 @@ def where(condition: Any, self: Any, other: Any) -> Any:
     return jnp.where(condition.astype(bool), self, other)
 
 
-@lower("addcmul", pointwise=True)
+@lower("addcmul", pointwise=True, promoted=("self", "tensor1", "tensor2"))
 def addcmul(self: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
     return arithmetic.add(self, scaled(arithmetic.mul(tensor1, tensor2), value))
 
@@ -236,7 +236,7 @@ def addcdiv(self: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
 
 @lower("masked_fill.Scalar", "masked_fill.Tensor", pointwise=True, promoted=("self",))
 def masked_fill(self: Any, mask: Any, value: Any) -> Any:
-    return jnp.where(mask, jnp.asarray(value, self.dtype), self)
+    return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)
 
 
 @lower("clamp", "clamp.Tensor", "clamp_min", "clamp_min.Tensor", pointwise=True)

@@ -335,7 +335,7 @@ class Program(Executable):
         call.inputs = donated, state[self.num_donated :], read, kept_args, host_args, numbers, words
         for step in self._gathered:
             step(call)
-        run = self.compiled
+        run = self.compiled  # may wait for the compiler, which a signal may interrupt
         with handlers_wait():
             self._run(run, call)
             return self._result(call.outputs, given, call.held)

@@ -15,6 +15,7 @@ from torch import nn
 import spmd
 from spmd.base._signals import handler_of, handlers_run, handlers_wait
 from spmd.program.reads._heap import HEAP
+from tests.observing import replaced
 from tests.oracle import batch, train, twins
 from tests.program.test_exceptions import nothing_changes, surroundings
 
@@ -49,12 +50,8 @@ class Interrupted:
             interrupt()
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        before = sys.getprofile()
-        sys.setprofile(self)
-        try:
+        with replaced(sys.getprofile, sys.setprofile, self):
             return fn()
-        finally:
-            sys.setprofile(before)
 
 
 def test_a_handler_waits_for_the_end_of_the_context() -> None:

@@ -123,7 +123,7 @@ def test_complex_tensors_take_a_number_of_eight_bits(op: Callable[..., torch.Ten
     torch.testing.assert_close(found.cpu(), expected)
 
 
-NUMBERS = (128, 200, 300, 1000, 32768, 65505, 65536, 70000, 16777217, 2**31 - 1, -129, -70000, 70000.5, 1e30, 3.4e38, 2**40)
+NUMBERS = (128, 200, 300, 1000, 32768, 65505, 65536, 70000, 16777217, 2**31 - 1, -1, -129, -70000, 70000.5, 1e30, 3.4e38, 1e39, 2**40)
 OF_A_NUMBER: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "mul": lambda x, n: x * n,
     "rsub": lambda x, n: n - x,
@@ -133,15 +133,18 @@ OF_A_NUMBER: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "where": lambda x, n: torch.where(x > 2, x, n),
     "add in place": lambda x, n: x.clone().add_(n),
     "masked fill": lambda x, n: x.masked_fill(x > 2, n),
+    "threshold": lambda x, n: torch.nn.functional.threshold(x, 2, n),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("op", OF_A_NUMBER.values(), ids=OF_A_NUMBER)
-def test_large_numbers_are_those_of_the_cpu(op: Callable[[torch.Tensor, Any], torch.Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_large_numbers_are_those_of_the_cpu(op: Callable[[torch.Tensor, Any], torch.Tensor], dtype: torch.dtype, is_compiled: bool) -> None:
     def outcome(x: torch.Tensor, number: float) -> Any:
         try:
-            return op(x, number).cpu()
+            run = spmd.compile(lambda x: op(x, number)) if is_compiled and x.device.type == "jax" else lambda x: op(x, number)
+            return run(x).cpu()
         except (RuntimeError, OverflowError, TypeError) as error:
             return type(error)
 
@@ -160,3 +163,36 @@ def test_a_number_that_counts_is_an_input_of_a_few_programs() -> None:
     adapter = adapter_of(torch.ops.aten.mul.Tensor)
     found = {id(adapter.plan((x, number), {})[0]) for number in range(1, 3000)}
     assert len(found) <= 6  # the ranges that some dtype cannot represent
+
+
+@pytest.mark.parametrize("order", [(1.5, -1.5, -0.0, 3), (-1.5, 1.5, 300.0, -3)])
+def test_unsigned_tensors_refuse_negative_floats_also_after_others(order: tuple[float, ...]) -> None:
+    """The plan of an earlier number was used, and the number became 0."""
+
+    def filled(device: str, number: float) -> Any:
+        try:
+            return torch.zeros(2, dtype=torch.uint8, device=device).fill_(number).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    assert [filled("jax", number) for number in order] == [filled("cpu", number) for number in order]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64], ids=str)
+def test_integers_take_the_integer_part_of_a_factor(dtype: torch.dtype, is_compiled: bool) -> None:
+    def products(x: torch.Tensor, factor: float) -> list[torch.Tensor]:
+        rows = torch.tensor([0, 1], device=x.device)
+        return [
+            torch.addcmul(x, x, x, value=factor),
+            x.clone().addcmul_(x, x, value=factor),
+            torch._foreach_addcmul([x], [x], [x], factor)[0],
+            x.index_add(0, rows, x[:2], alpha=factor),
+        ]
+
+    x = torch.tensor([1, 2, 3])
+    for factor in (1.5, 2.7, 0.5, 2.0, 3, 1):
+        expected = products(x.to(dtype), factor)
+        run: Any = spmd.compile(products) if is_compiled else products
+        found = run(x.to(dtype).to("jax"), factor)
+        torch.testing.assert_close([f.cpu() for f in found], expected, rtol=0, atol=0)

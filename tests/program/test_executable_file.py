@@ -105,6 +105,21 @@ def test_a_loaded_program_is_found_by_the_trace_and_computes_the_same(tmp_path: 
     assert (again.flops(), again.memory(), again.collectives()) == (step.flops(), step.memory(), step.collectives())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64], ids=str)
+def test_a_program_of_any_dtype_is_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) * 2).real.sum() if dtype.is_complex else (x.float() * 2).sum().to(dtype).float()
+
+    x = torch.ones(4).to(dtype).to("jax")
+    step, again = spmd.compile(scale), spmd.compile(scale)
+    step(x)
+    step.save(tmp_path / "scale.programs")
+    again.load(tmp_path / "scale.programs")
+    with compilations() as compiled:
+        assert again(x).item() == 8
+    assert not [name for name in compiled if "scale" in name]
+
+
 def test_another_process_neither_lowers_nor_compiles(tmp_path: Path) -> None:
     def run(what: str) -> str:
         done = launched.run(SCRIPT, tmp_path / "step", what)

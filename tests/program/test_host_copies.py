@@ -261,14 +261,14 @@ def require_same(got: Any, want: Any, is_eager: bool = True) -> None:
     """Both are the same tensors, arrays, numbers and containers. `is_eager`: also strides and flags of the tensors."""
     if isinstance(want, torch.Tensor):
         assert type(got) is type(want) and got.dtype == want.dtype and got.shape == want.shape
-        torch.testing.assert_close(got.detach().cpu(), want.detach().cpu(), rtol=1e-4, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(got.detach().cpu(), want.detach().cpu(), equal_nan=True)
         if is_eager:
             assert (got.device, got.stride(), got.is_conj()) == (want.device, want.stride(), want.is_conj())
             assert got.requires_grad == (want.requires_grad and want.is_leaf)  # a result has no graph after a call
             assert vars(got) == vars(want)
     elif isinstance(want, np.ndarray):
         assert type(got) is np.ndarray and got.dtype == want.dtype
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(got), torch.from_numpy(want), equal_nan=True)
     elif isinstance(want, dict):
         assert type(got) is type(want) and list(got) == list(want)
         for key, value in want.items():
@@ -281,7 +281,7 @@ def require_same(got: Any, want: Any, is_eager: bool = True) -> None:
             require_same(one, other, is_eager)
     else:
         assert type(got) is type(want)
-        assert got == (pytest.approx(want, rel=1e-4, abs=1e-5) if isinstance(want, (float, np.floating)) else want)
+        assert got == (pytest.approx(want, rel=1.3e-6, abs=1e-5) if isinstance(want, (float, np.floating)) else want)
 
 
 def memory_of(value: Any) -> list[int]:

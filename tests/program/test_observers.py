@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import spmd
+from tests.observing import replaced
 from tests.oracle import assert_same, batch, twins
 
 SEEN: Counter[str] = Counter()
@@ -55,29 +56,18 @@ class Debugger(bdb.Bdb):
 
 
 def with_profile(run: Callable[[], Any]) -> Any:
-    before = sys.getprofile()
-    sys.setprofile(on_profile)
-    try:
+    with replaced(sys.getprofile, sys.setprofile, on_profile):
         return run()
-    finally:
-        sys.setprofile(before)
 
 
 def with_trace(run: Callable[[], Any]) -> Any:
-    before = sys.gettrace()
-    sys.settrace(on_frame)
-    try:
+    with replaced(sys.gettrace, sys.settrace, on_frame):
         return run()
-    finally:
-        sys.settrace(before)
 
 
 def with_debugger(run: Callable[[], Any]) -> Any:
-    before = sys.gettrace()
-    try:
+    with replaced(sys.gettrace, sys.settrace, sys.gettrace()):
         return Debugger(skip=["torch.*", "jax.*", "spmd.*", "numpy.*"]).runcall(run)
-    finally:
-        sys.settrace(before)
 
 
 def with_collections(run: Callable[[], Any]) -> Any:
@@ -90,17 +80,15 @@ def with_collections(run: Callable[[], Any]) -> Any:
 
 def with_signals(run: Callable[[], Any]) -> Any:
     before = signal.signal(signal.SIGUSR1, on_signal)
-    profile = sys.getprofile()
 
     def send(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code.co_name == "doubled":
             signal.raise_signal(signal.SIGUSR1)
 
-    sys.setprofile(send)
     try:
-        return run()
+        with replaced(sys.getprofile, sys.setprofile, send):
+            return run()
     finally:
-        sys.setprofile(profile)
         signal.signal(signal.SIGUSR1, before)
 
 

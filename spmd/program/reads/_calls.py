@@ -56,7 +56,7 @@ from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import is_sized
 from spmd.program.reads._pending_calls import for_pending
-from spmd.program.reads._pending_outputs import require_unwritten, user_frame
+from spmd.program.reads._pending_outputs import require_no_late_output, user_frame
 from spmd.program.reads._process_settings import questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
@@ -137,7 +137,7 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
     if recording.journal.outputs:
         of_fn = question_of(fn.__func__, (fn.__self__, *args)) if kind is types.MethodType else question_of(fn, args)
         asked = [question[0] for question in (of_fn, *files) if question is not None]
-        require_unwritten(recording, [args[0]] if id(fn) in _OF_FILES and args else [key[1] for key in asked if key[0] == "file"])
+        require_no_late_output(recording, [args[0]] if id(fn) in _OF_FILES and args else [key[1] for key in asked if key[0] == "file"])
     recording.ask_all((*questions_of_call(fn, args), *files))
     if (setting := setting_of_call(fn, args)) is not None:
         recording.set_setting(setting)

@@ -319,7 +319,7 @@ def require_no_output(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
             raise _in_memory(output.fn)
 
 
-def require_unwritten(recording: Recording, paths: Iterable[Any]) -> None:
+def require_no_late_output(recording: Recording, paths: Iterable[Any]) -> None:
     """Check a call that may read files: no output that is written when the call ends is in one of them.
 
     Raises:
@@ -411,7 +411,7 @@ __all__ = [
     "is_output_call",
     "noted_output",
     "require_no_output",
-    "require_unwritten",
+    "require_no_late_output",
     "user_frame",
     "with_outputs",
 ]
