@@ -33,6 +33,9 @@ from spmd.device._uploaded import host_values, window
 _is_asked: ContextVar[bool | None] = ContextVar("whether indices that only the device knows are checked; None: as configured", default=None)
 
 
+_NO_INDEX = torch.empty(0, device="cpu")
+
+
 @dataclass(frozen=True)
 class Bound:
     """Valid range for the elements of one index tensor.
@@ -150,7 +153,7 @@ def _require_inside(bound: Bound, values: np.ndarray[Any, Any], *details: str) -
 def _check_each_call(bound: Bound) -> None:
     recorder = recording.get()
     if recorder is not None:
-        alone, at = replace(bound, index=torch.empty(0)), f"called at {user_line()}"  # the program must not keep the argument alive
+        alone, at = replace(bound, index=_NO_INDEX), f"called at {user_line()}"  # the program must not keep the argument alive
         recorder.each_call(bound.index, lambda values: _require_inside(alone, values, at))
 
 

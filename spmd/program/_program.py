@@ -34,7 +34,7 @@ from spmd.program._job_checks import compiling, require_sound, watched
 from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
-from spmd.program.roll._rolled_program import rolled_program
+from spmd.program.roll._rolled_program import RolledProgram, rolled_program
 from spmd.program.run._argument_arrays import ArgumentArrays
 from spmd.program.run._call_gradients import CallGradients
 from spmd.program.run._held_state import HeldState
@@ -42,6 +42,7 @@ from spmd.program.run._host_inputs import HostInputs
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.run._program_devices import ProgramDevices
 from spmd.program.run._state_arrays import StateArrays
+from spmd.program.stored import StoredTrace
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._output_tree import rebuilt
@@ -100,7 +101,14 @@ class Program(Executable):
     """
 
     def __init__(
-        self, captured: Captured, arg_buffers: list[Buffer], options: Options, name: str, spent: tuple[float, float], making: Making
+        self,
+        captured: Captured,
+        arg_buffers: list[Buffer],
+        options: Options,
+        name: str,
+        spent: tuple[float, float],
+        making: Making,
+        stored: StoredTrace | None = None,
     ) -> None:
         """Start the compilation.
 
@@ -110,13 +118,14 @@ class Program(Executable):
             options, name: of the step.
             spent: seconds for preparing optimizers and for tracing.
             making: where to look for executables, and whether to compile in another thread.
+            stored: the trace of an earlier process that `captured` is of; None after a trace of this process.
         """
-        self.captured, self.options = captured, options
+        self.captured, self.options, self._stored = captured, options, stored
         written, read, written_args = _state_of(captured)
         self.devices = ProgramDevices.of((*written, *read, *captured.inputs.arguments), captured.layouts)
         self.mesh, self.is_ahead = self.devices.mesh, self.devices.is_ahead
         start = time.perf_counter()
-        self.rolled = rolled_program(captured, options.roll, self.devices.platform)
+        self.rolled = rolled_program(captured, options.roll, self.devices.platform) if stored is None else stored.stacked()
         self._spent = spent[0], spent[1] + time.perf_counter() - start
         if self.rolled is not None:
             written, read = self.rolled.state(written), self.rolled.state(read)
@@ -199,6 +208,10 @@ class Program(Executable):
         state, read, given = (
             list(map(self.devices.example, buffers)) for buffers in (self.written.buffers, self.read.buffers, arg_buffers)
         )
+        self.written.shardings, self.read.shardings = [v.sharding for v in state], [v.sharding for v in read]
+        self.arguments.shardings = [v.sharding for v in given]
+        if self._stored is not None:
+            return self._of_stored(self._stored.digest, name, making)
         run = self._function()
         if self.options.steps_per_call > 1:
             require_no_writes(self.captured.writes.effects, bool(self.captured.outputs.flags))
@@ -206,8 +219,6 @@ class Program(Executable):
             run = repeated(run, self.options.steps_per_call, self.captured.inputs.draws, has_args, has_born, self.options.keep_grads)
         run.__name__ = run.__qualname__ = name
         donated = state[: self.num_donated], [given[i] for i in self.arguments.written]
-        self.written.shardings, self.read.shardings = [v.sharding for v in state], [v.sharding for v in read]
-        self.arguments.shardings = [v.sharding for v in given]
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.outputs.kept_gradients]
@@ -226,6 +237,14 @@ class Program(Executable):
             check = partial(self.watched.require_same, name, self.mesh, buffers, arg_buffers), self._require_sound
         request = CompileRequest(name, run, args, donate, pinned, self.mesh, self.devices.platform, self.is_ahead, self.digest, client)
         return Compilation(request, making=making, check=check)
+
+    def _of_stored(self, digest: str, name: str, making: Making) -> Compilation:
+        """The executable of a stored trace, which is in the cache."""
+        self.digest = digest
+        client, platform = next(iter(self.inputs.current()[1].sharding.device_set)).client, self.devices.platform
+        return Compilation(
+            CompileRequest(name, _not_lowered, (), True, None, self.mesh, platform, False, digest, client), making=making, check=None
+        )
 
     @cached_property
     def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (the first access waits)
@@ -247,7 +266,7 @@ class Program(Executable):
         captured, arguments = self.captured, self.arguments
         state, others = self.written.buffers, self.read.buffers
         num_outputs = captured.outputs.num_arrays
-        if self.rolled is not None:
+        if isinstance(self.rolled, RolledProgram):
             return self.rolled.function(state, others, arguments.written, arguments.kept, num_outputs)
         jaxpr, literal = captured.jaxpr.jaxpr, captured.jaxpr.consts
         slot = {id(b): (0, i) for i, b in enumerate(state)} | {id(b): (1, i) for i, b in enumerate(others)}
@@ -478,6 +497,10 @@ def _state_of(captured: Captured) -> tuple[list[Buffer], list[Buffer], list[int]
     is_written = set(written)
     read = [b for b in dict.fromkeys(captured.state.consts) if b is not None and b not in is_written]
     return written, read, [position[id(b)] for b in captured.state.written if id(b) in position]
+
+
+def _not_lowered() -> None:
+    """The function of a program whose executable was stored with its trace."""
 
 
 def _copy_shared(state: list[Any]) -> None:

@@ -49,6 +49,7 @@ from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import repeats_left
+from spmd.program.stored import TraceStore
 from spmd.program.trace._capture import capture
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
@@ -234,13 +235,18 @@ class Step(CopiedStep, Generic[P, R]):
         """
         self._require_may_trace(failed)
         start = time.perf_counter()
+        store = TraceStore.of(self._fn, self._name, self._options, call, _client())
         with handlers_wait(), compiling(), uncollected(), without_dynamo():
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
-                captured, prepare_s = self._traced(call, settings)
+                captured, prepare_s = self._traced(call, settings, store)
             trace_s = time.perf_counter() - start - prepare_s
-            making = Making([self._loaded.get], is_beside)
+            found = None if store is None else store.found
+            making = Making([self._loaded.get], is_beside and found is None)
             with handlers_run():
-                return Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making), 1
+                program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making, found)
+            if store is not None and found is None:
+                store.keep(program)
+            return program, int(found is None)
 
     def _require_may_trace(self, failed: str | None) -> None:
         if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
@@ -263,8 +269,11 @@ class Step(CopiedStep, Generic[P, R]):
         """Bind to an instance, as a function in a class does."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def _traced(self, call: Signature, settings: TraceSettings) -> tuple[Captured, float]:
-        """Prepare the optimizers and trace the function once. Returns the trace and the seconds for preparing."""
+    def _traced(self, call: Signature, settings: TraceSettings, store: TraceStore | None = None) -> tuple[Captured, float]:
+        """Prepare the optimizers and trace the function once. Returns the trace and the seconds for preparing.
+
+        `store`: where the trace of an earlier process may be, which is returned if it is valid here.
+        """
         options, args, kwargs = self._options, call.args, call.kwargs
         if options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
@@ -282,6 +291,10 @@ class Step(CopiedStep, Generic[P, R]):
                     created = prepare_state(optimizer, creates=all(optimizer is not other for other in settings.unprepared))
                     found.prepared.append((optimizer, created))
             prepare_s = time.perf_counter() - start
+            captured = None if store is None else store.find(found, [self._loaded.get])
+            if captured is not None:
+                states.forget_all_but(captured.writes.stepped)
+                return captured, prepare_s
             with checked(options.check_indices):
                 captured = capture(
                     self._fn,

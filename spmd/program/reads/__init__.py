@@ -41,7 +41,7 @@ from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace, ObjectPlace, PartPlace, with_inputs
 from spmd.program.reads._parts import is_data, objects_in
 from spmd.program.reads._pending import Pending
-from spmd.program.reads._places import PLAIN, Place, shown
+from spmd.program.reads._places import PLAIN, Place, content_of, items_of, shown
 from spmd.program.reads._questions import COLLECTING
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, Replacements, changes, touched_by
@@ -72,11 +72,13 @@ __all__ = [
     "ViewNeeded",
     "changes",
     "code_of",
+    "content_of",
     "guard_places",
     "is_data",
     "is_library",
     "is_noted",
     "is_same_content",
+    "items_of",
     "made_in_trace",
     "objects_in",
     "python_writes",

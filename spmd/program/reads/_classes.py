@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from spmd.program.reads._places import ContentPlace, Expected, Place
+from spmd.program.reads._places import ContentPlace, Expected, Place, is_same
 from spmd.program.reads._special_names import SPECIAL
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class SpecialPlace(Place):
             return f"{self.title} has different base classes"
         for now, old in zip(self._methods(), self.methods, strict=True):
             for name, new, before in zip(SPECIAL, now, old, strict=True):
-                if new is not before:
+                if new is not before and not is_same(new, before):
                     return f"{self.title}.{name} was replaced"
         return None
 

@@ -95,10 +95,15 @@ class _Snapshot(NamedTuple):
 
 
 class Guards:
-    """Guards in the order of their evaluation. Each returns a reason to retrace, or None."""
+    """Guards in the order of their evaluation. Each returns a reason to retrace, or None.
+
+    Attributes:
+        added: the arguments of each call of `add`; empty after `settle`.
+    """
 
     def __init__(self) -> None:
         self._guards: list[Guard] = []
+        self.added: list[tuple[Guard, dict[str, Any]]] = []
         self._always: list[int] = []
         self._dicts, self._empty = _Dicts(), _Dicts()
         self._numbers, self._values, self._blank = _Columns(), _Columns(), _Columns()
@@ -131,6 +136,8 @@ class Guards:
         self._guards.append(guard)
         self._known, self._is_arranged = None, False
         values, numbers, parts, blank = list(values), list(numbers), list(parts), list(blank)
+        what = {"dicts": dicts, "values": values, "numbers": numbers, "parts": parts, "blank": blank}
+        self.added.append((guard, {name: given for name, given in what.items() if given}))
         if not (dicts or values or numbers or parts or blank):
             self._always.append(rank)
         for holder in dicts:

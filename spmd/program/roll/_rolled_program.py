@@ -15,29 +15,17 @@ from spmd.program.trace._captured import Captured
 from spmd.program.xla._channels_last import has_convolution
 
 
-class RolledProgram:
-    """A captured program with loops, created by `rolled_program`.
+class StackedState:
+    """The state of a program with loops.
 
     Attributes:
         loops: the repeated equations, in program order.
         stacks: buffers whose values the program takes and returns as one array. See Note [Stacks of buffers].
     """
 
-    def __init__(self, captured: Captured, rolled: Rolled) -> None:
-        self._captured, self._rolled = captured, rolled
-        self.loops: list[Loop] = rolled.loops
-        self._variables = {b: v for b, v in zip(captured.state.consts, captured.jaxpr.jaxpr.constvars, strict=True) if b is not None}
-        buffers = {v: b for b, v in self._variables.items()}
-        alone = {*captured.state.slots, *captured.state.copies, *captured.state.copies.values(), *captured.inputs.arguments}
-        alone.update(buffer_of(held.value) for held in captured.state.held if is_device_tensor(held.value))
-        written = set(captured.state.written)
-        self.stacks: list[BufferStack] = []
-        for family in rolled.families({v for v, b in buffers.items() if b not in alone}):
-            members = [buffers[v] for v in family]
-            if len({(b.shape, b.stored, b.dtype, b.annotation, b in written) for b in members}) == 1:
-                self.stacks.append(stack_of(members))
-        self._stack_at = {stack.whole: stack for stack in self.stacks}
-        self._whole = {b: stack.whole for stack in self.stacks for b in stack.members}
+    def __init__(self, loops: list[Loop], stacks: list[BufferStack]) -> None:
+        self.loops, self.stacks = loops, stacks
+        self._whole = {b: stack.whole for stack in stacks for b in stack.members}
 
     def state(self, buffers: Sequence[Buffer]) -> list[Buffer]:
         """The buffers, with the members of a stack replaced by the stack's buffer. 0-dim buffers come last."""
@@ -47,6 +35,25 @@ class RolledProgram:
         """Stack the values of the members of each stack."""
         for stack in self.stacks:
             stack.gather()
+
+
+class RolledProgram(StackedState):
+    """A captured program with loops, created by `rolled_program`."""
+
+    def __init__(self, captured: Captured, rolled: Rolled) -> None:
+        self._captured, self._rolled = captured, rolled
+        self._variables = {b: v for b, v in zip(captured.state.consts, captured.jaxpr.jaxpr.constvars, strict=True) if b is not None}
+        buffers = {v: b for b, v in self._variables.items()}
+        alone = {*captured.state.slots, *captured.state.copies, *captured.state.copies.values(), *captured.inputs.arguments}
+        alone.update(buffer_of(held.value) for held in captured.state.held if is_device_tensor(held.value))
+        written = set(captured.state.written)
+        stacks: list[BufferStack] = []
+        for family in rolled.families({v for v, b in buffers.items() if b not in alone}):
+            members = [buffers[v] for v in family]
+            if len({(b.shape, b.stored, b.dtype, b.annotation, b in written) for b in members}) == 1:
+                stacks.append(stack_of(members))
+        super().__init__(rolled.loops, stacks)
+        self._stack_at = {stack.whole: stack for stack in stacks}
 
     def function(
         self, written: list[Buffer], read: list[Buffer], written_args: list[int], kept_args: list[int], num_outputs: int
@@ -140,4 +147,4 @@ def _why_unrolled(jaxpr: Any, platform: str) -> str | None:
     return None
 
 
-__all__ = ["RolledProgram", "repeats_left", "rolled_program"]
+__all__ = ["RolledProgram", "StackedState", "repeats_left", "rolled_program"]

@@ -157,7 +157,8 @@ class Captured:
     """The result of one trace.
 
     Attributes:
-        jaxpr: the program, from constants, arguments, CPU tensors, numbers and random words to outputs, state and gradients.
+        jaxpr: the program, from constants, arguments, CPU tensors, numbers and random words to outputs, state and gradients; None for
+            the trace of an earlier process.
         layouts: shardings to which the trace constrained values.
         layers: see `TraceRecorder`.
     """
@@ -173,8 +174,9 @@ class Captured:
 
     def let_go(self) -> None:
         """Release the arrays of the state and the gradients from before the trace. Empty buffers replace the gradients."""
-        consts = [c if b is None else None for c, b in zip(self.jaxpr.consts, self.state.consts, strict=True)]
-        self.jaxpr = self.jaxpr.replace(consts=consts)
+        if self.jaxpr is not None:
+            consts = [c if b is None else None for c, b in zip(self.jaxpr.consts, self.state.consts, strict=True)]
+            self.jaxpr = self.jaxpr.replace(consts=consts)
         self.state = self.state.without_gradients()
 
     @property

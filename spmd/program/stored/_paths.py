@@ -1,0 +1,199 @@
+"""Where the objects are that a trace used: by the variables, attributes, items and closures that lead to them.
+
+The objects of one process have the same paths in another process that runs the same program. A path starts at the compiled function, at
+an argument of the call, or at a name in a module, and is followed without running user code.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from spmd.program.find._static import attributes_of, is_python_class, slots_of
+from spmd.program.reads import PLAIN, code_of, content_of, items_of
+from spmd.program.stored._description import NotStorable, description, importable, is_ours
+
+Node = tuple[int | None, str, Any]  # the parent's position in the table, or None for a root; the kind of the step; its key
+_LARGEST = 100_000  # items of a container that is searched
+_MOST = 1_000_000  # objects that are searched
+_WORDS = ("__func__", "__self__", "fget", "fset", "fdel", "func", "args", "keywords", "__defaults__", "__kwdefaults__", "__wrapped__")
+_WITH_WORDS = (types.FunctionType, types.MethodType, property, staticmethod, classmethod, functools.partial)
+_LISTS = (list, tuple, collections.deque)
+
+
+def dict_of(owner: Any) -> Any:
+    """The dict of an object, module or class."""
+    return gc.get_referents(owner.__dict__)[0] if isinstance(owner, type) else attributes_of(owner)
+
+
+def _global(_: Any, key: tuple[str, str]) -> Any:
+    found: Any = sys.modules[key[0]]
+    for name in key[1].split(".") if key[1] else ():
+        found = inspect.getattr_static(found, name)
+    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+
+
+_STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "global": _global,
+    "dict": lambda owner, _: dict_of(owner),
+    "item": lambda owner, key: dict.__getitem__(owner, key),
+    "at": lambda owner, index: items_of(owner)[index][1],
+    "index": lambda owner, index: tuple(owner)[index] if isinstance(owner, tuple) else _list(owner).__getitem__(owner, index),
+    "cell": lambda owner, index: owner.__closure__[index],
+    "contents": lambda owner, _: owner.cell_contents,
+    "word": getattr,
+    "code": lambda owner, _: code_of(owner),
+    "type": lambda owner, _: type(owner),
+    "base": lambda owner, index: owner.__mro__[index],
+    "grad": lambda owner, _: owner.grad,
+    "slot": lambda owner, key: next(v for d, v in slots_of(owner).items() if (d.__objclass__.__qualname__, d.__name__) == key),
+}
+
+
+def _list(owner: Any) -> Any:
+    return collections.deque if isinstance(owner, collections.deque) else list
+
+
+class Search:
+    """All objects that paths lead to, nearest first.
+
+    Args:
+        roots: objects by name: the function, the arguments.
+        read: by id of a module's dict, the keys in it that the trace read. No other variables of modules are searched.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], read: Mapping[int, list[Any]]) -> None:
+        self._read = read
+        self._module_dicts = {id(vars(m)): name for name, m in list(sys.modules.items()) if isinstance(m, types.ModuleType)}
+        self._found: dict[int, int] = {}
+        self._nodes: list[Node] = []
+        self._objects: list[Any] = []
+        self._next = 0
+        for name, root in roots.items():
+            self._visit(root, (None, "root", name))
+        self._visit(sys.modules, (None, "global", ("sys", "modules")))
+        self._run()
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._found
+
+    def _run(self) -> None:
+        while self._next < len(self._objects):
+            for step, key, part in _parts(self._objects[self._next], self._read, self._module_dicts):
+                self._visit(part, (self._next, step, key))
+            self._next += 1
+            if len(self._objects) > _MOST:
+                raise NotStorable("a function that reaches a million objects")
+
+    def _visit(self, value: Any, node: Node) -> None:
+        if type(value) not in PLAIN and id(value) not in self._found:
+            self._found[id(value)] = len(self._nodes)
+            self._nodes.append(node)
+            self._objects.append(value)
+
+    def add(self, value: Any) -> None:
+        """Find an object that is a module, or a variable of one, and what it leads to."""
+        if id(value) in self._module_dicts:
+            value = sys.modules[self._module_dicts[id(value)]]
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            self._visit(value, (None, "global", (value.__name__, "")))
+        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and importable(value):
+            self._visit(value, (None, "global", (value.__module__, value.__qualname__)))
+        elif isinstance(value, types.FunctionType) and "<" not in value.__qualname__ and value.__module__ in sys.modules:
+            key = value.__module__, value.__qualname__  # a decorator has replaced it there, and may hold it
+            self._visit(_global(None, key), (None, "global", key))
+        self._run()
+
+    def table(self, wanted: list[Any]) -> tuple[list[Node], list[int]]:
+        """The nodes that lead to the wanted objects, and the position of the node of each of these.
+
+        Raises:
+            NotStorable: an object was not found.
+        """
+        table: list[Node] = []
+        places: dict[int, int] = {}
+
+        def place(number: int) -> int:
+            if number not in places:
+                parent, step, key = self._nodes[number]
+                parent = None if parent is None else place(parent)
+                places[number] = len(table)
+                table.append((parent, step, key))
+            return places[number]
+
+        for value in wanted:
+            if value not in self:
+                self.add(value)
+            if value not in self:
+                raise NotStorable(f"a {type(value).__qualname__} that no variable, attribute or item leads to: {description(value)!r:.200}")
+        return table, [place(self._found[id(value)]) for value in wanted]
+
+
+def _parts(value: Any, read: Mapping[int, list[Any]], module_dicts: Mapping[int, str]) -> Iterator[tuple[str, Any, Any]]:
+    """What is in an object: (step, key, part)."""
+    if is_ours(type(value)) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return
+    if isinstance(value, dict):
+        if id(value) in module_dicts or value is sys.modules or id(value) in read and len(value) > _LARGEST:
+            yield from (("item", key, dict.get(value, key)) for key in read.get(id(value), ()) if dict.__contains__(value, key))
+        elif len(value) <= _LARGEST:
+            yield from (("item", k, v) if isinstance(k, (str, int)) else ("at", i, v) for i, (k, v) in enumerate(items_of(value)))
+    elif isinstance(value, _LISTS) and len(value) <= _LARGEST:
+        yield from (("index", i, part) for i, part in enumerate(value))
+    elif isinstance(value, types.CellType):
+        yield "contents", None, content_of(value)
+    elif isinstance(value, type):
+        yield from (("base", i, base) for i, base in enumerate(value.__mro__) if is_python_class(base))
+    if isinstance(value, (types.ModuleType, type)):
+        yield "dict", None, dict_of(value)
+    if is_python_class(type(value)):
+        yield "type", None, type(value)
+    if isinstance(value, (types.ModuleType, type)):
+        return
+    if isinstance(value, types.FunctionType):
+        yield "code", None, code_of(value)
+        yield from (("cell", i, cell) for i, cell in enumerate(value.__closure__ or ()))
+        yield "global", (value.__module__, ""), sys.modules.get(value.__module__)
+    if isinstance(value, _WITH_WORDS):
+        yield from (("word", word, getattr(value, word)) for word in _WORDS if hasattr(value, word))
+    if isinstance(value, torch.Tensor):
+        if value.grad is not None:
+            yield "grad", None, value.grad
+    attributes = attributes_of(value)
+    if attributes is not None and (id(attributes) in read or not isinstance(value, types.FunctionType)):  # torch caches in functions' dicts
+        yield "dict", None, attributes
+    if not isinstance(value, (torch.Tensor, *_WITH_WORDS)):
+        yield from (("slot", (d.__objclass__.__qualname__, d.__name__), v) for d, v in slots_of(value).items())
+
+
+class Places:
+    """The objects at the paths of a table in this process.
+
+    Args:
+        table: the nodes.
+        roots: objects by name, as in `Search`.
+    """
+
+    def __init__(self, table: list[Node], roots: Mapping[str, Any]) -> None:
+        self._table, self._roots = table, roots
+        self._objects: dict[int, Any] = {}
+
+    def __getitem__(self, place: int) -> Any:
+        if place not in self._objects:
+            parent, step, key = self._table[place]
+            if step == "root":
+                self._objects[place] = self._roots[key]
+            else:
+                self._objects[place] = _STEPS[step](None if parent is None else self[parent], key)
+        return self._objects[place]
+
+
+__all__ = ["Node", "Places", "Search"]

@@ -1,0 +1,100 @@
+"""What a trace depends on besides the Python values that it read: versions, the source files of loaded modules, flags, devices.
+
+A stored trace is looked up by the digest of all this, of the function's code, of the options and of the kinds of arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+
+from mesh import ShardingSpec
+from mesh.job._join import program_environment
+from spmd.base._settings import in_force
+from spmd.program.reads import PLAIN, code_of
+from spmd.program.reuse._signature import VARIES
+from spmd.program.stored._description import NotStorable, code_text, description
+
+_FLAGS = ("TORCH", "PYTORCH", "JAX", "XLA", "LIBTPU", "TPU", "SPMD", "HF_", "TRANSFORMERS", "CUDA", "NVIDIA", "OMP", "MKL", "PYTHON")
+_ON_DEMAND = frozenset(("jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "spmd", "mesh"))  # load modules of theirs when first used
+
+
+def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
+    """The digest under which a trace is stored.
+
+    Args:
+        fn, name, options: of the step.
+        key: the signature of the call.
+        client: jax's client of the devices.
+
+    Raises:
+        NotStorable: an argument has no text.
+    """
+    code = getattr(fn, "__func__", fn)
+    about = code_text(code_of(code)) if isinstance(code, types.FunctionType) else description(type(fn))
+    devices = [(d.id, d.platform, d.device_kind) for d in client.devices()]
+    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "dir" not in k}
+    parts = (
+        *("trace 1", name, getattr(code, "__module__", None), about, repr(options), _text(key), devices, client.platform_version),
+        *(sys.version, platform.machine(), jax.__version__, torch.__version__, in_force.check_indices, sorted(settings.items(), key=repr)),
+        *(_flags(), sorted(program_environment().items()), _own_files(), _modules()),
+    )
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+
+
+def _flags() -> list[tuple[str, str]]:
+    return sorted((name, value) for name, value in os.environ.items() if name.startswith(_FLAGS))
+
+
+@functools.lru_cache(maxsize=1)
+def _own_files() -> tuple[Any, ...]:
+    root = Path(__file__).parents[2]
+    files = sorted(path for folder in (root, root.parent / "mesh") for path in folder.rglob("*.py"))
+    return tuple((str(path.relative_to(root.parent)), *_seen(str(path))) for path in files)
+
+
+def _modules() -> list[Any]:
+    """The loaded modules with the size and the time of their files, without those that Python and jax load on demand."""
+    found: list[Any] = []
+    for name, module in sorted(sys.modules.items()):
+        root = name.partition(".")[0]
+        if root in sys.stdlib_module_names or root in _ON_DEMAND:
+            continue
+        file = getattr(module, "__file__", None)
+        found.append((name, file, *(_seen(file) if isinstance(file, str) else ())))
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return [*found, *(_seen(main) if isinstance(main, str) else ())]
+
+
+def _seen(path: str) -> Iterator[int]:
+    try:
+        about = os.stat(path)
+    except OSError:
+        return iter(())
+    return iter((about.st_size, about.st_mtime_ns))
+
+
+def _text(value: Any) -> str:
+    """A part of a signature as text."""
+    if isinstance(value, type):
+        return repr(description(value))
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}({','.join(map(_text, value))})"
+    if isinstance(value, ShardingSpec):
+        return f"{value!r} {value.minibatch} {value.mesh.device_ids.tolist()}"
+    if isinstance(value, PLAIN) or value is VARIES or type(value).__name__ == "PyTreeDef":
+        return f"{type(value).__name__} {value!r}"
+    raise NotStorable(f"an argument with a {type(value).__qualname__}")
+
+
+__all__ = ["digest_of"]
