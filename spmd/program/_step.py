@@ -16,7 +16,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
@@ -235,7 +235,7 @@ class Step(CopiedStep, Generic[P, R]):
         """
         self._require_may_trace(failed)
         start = time.perf_counter()
-        store = TraceStore.of(self._fn, self._name, self._options, call, _client())
+        store = TraceStore.of(self._fn, self._name, self._options, call, _client(), self.num_traces)
         with handlers_wait(), compiling(), uncollected(), without_dynamo():
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, settings, store)
@@ -293,9 +293,11 @@ class Step(CopiedStep, Generic[P, R]):
             prepare_s = time.perf_counter() - start
             captured = None if store is None else store.find(found, [self._loaded.get])
             if captured is not None:
+                assert store is not None and store.found is not None
+                store.found.messages.show()
                 states.forget_all_but(captured.writes.stepped)
                 return captured, prepare_s
-            with checked(options.check_indices):
+            with checked(options.check_indices), nullcontext() if store is None else store.messages.noted():
                 captured = capture(
                     self._fn,
                     args,

@@ -86,7 +86,9 @@ def _of_object(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind.__qualname__ in _OPAQUE:
         return (kind.__qualname__,)
-    if kind in (dict, list, set, frozenset, collections.OrderedDict, collections.deque):
+    if kind in (set, frozenset):  # the order depends on the process, and the trace may have followed it
+        return kind.__qualname__, *(description(v, depth) for v in value)
+    if kind in (dict, list, collections.OrderedDict, collections.deque):
         return kind.__qualname__, getattr(value, "maxlen", None)
     if not all(is_python_class(base) or base in _WITH_CONTENTS for base in kind.__mro__):
         raise NotStorable(f"a {kind.__qualname__}, which has state that is not in Python")

@@ -161,7 +161,7 @@ def _parts(value: Any, read: Mapping[int, list[Any]], module_dicts: Mapping[int,
     if isinstance(value, types.FunctionType):
         yield "code", None, code_of(value)
         yield from (("cell", i, cell) for i, cell in enumerate(value.__closure__ or ()))
-        yield "global", (value.__module__, ""), sys.modules.get(value.__module__)
+        yield "word", "__globals__", value.__globals__
     if isinstance(value, _WITH_WORDS):
         yield from (("word", word, getattr(value, word)) for word in _WORDS if hasattr(value, word))
     if isinstance(value, torch.Tensor):
