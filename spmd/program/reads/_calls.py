@@ -57,7 +57,7 @@ from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import is_sized
 from spmd.program.reads._pending_calls import for_pending
 from spmd.program.reads._pending_outputs import require_no_late_output, user_frame
-from spmd.program.reads._process_settings import questions_of_call, setting_of_call
+from spmd.program.reads._process_settings import HASHES, questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
 from spmd.program.reads._source_text import note_source
@@ -385,6 +385,7 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
     if fn is builtins.hash:
         recording.require_no_key(*args)
         recording.ask_identity(*args)
+        recording.ask(fn, HASHES)
     elif (fn is operator.is_ or fn is operator.is_not) and len(args) == 2:
         recording.note_pair(*args)
     if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):

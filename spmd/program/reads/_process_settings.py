@@ -93,6 +93,7 @@ _DECIMALS: Question = ("decimals",), "decimal.getcontext()", _decimals
 _ERRORS = Setting("np.geterr()", lambda: tuple(np.geterr().items()), lambda modes: np.seterr(**dict(modes)) and None)
 _OF_NUMPY = Setting("np.get_printoptions()", lambda: _plain(dict(np.get_printoptions())), _put_numpys_text)
 _OF_TORCH = Setting("torch.set_printoptions()", lambda: _plain(print_options()), lambda options: print_options().update(options))
+HASHES: Question = ("hashes",), "the hashes of strings", lambda: hash("spmd")  # each process has others, and other orders of sets
 _LOCALE = Setting("locale.setlocale()", _locale, _put_locale)
 _FILTERS = Setting("the filters of warnings", lambda: tuple(warnings.filters), _put_filters)
 SETTINGS: dict[int, Setting] = {  # by id of the function that sets each
@@ -169,9 +170,15 @@ def setting_of_call(fn: Any, args: tuple[Any, ...]) -> Setting | None:
     return SETTINGS.get(id(fn)) if args or fn is gc.enable or fn is gc.disable or fn is warnings.resetwarnings else None
 
 
+def question_of_content(value: Any, cls: type) -> Question | None:
+    """The setting that operations on an object of class `cls` read; None if there is none."""
+    if cls is set or cls is frozenset:
+        return HASHES if len(value) > 1 and not all(type(v) in (int, bool) for v in value) else None
+    return _question_of_class(cls)
+
+
 @functools.cache
-def question_of_class(cls: type) -> Question | None:
-    """The setting that operations on objects of a class read; None if there is none."""
+def _question_of_class(cls: type) -> Question | None:
     if cls is decimal.Decimal or cls is decimal.Context:
         return _DECIMALS
     return _ERRORS.question if issubclass(cls, (np.ndarray, np.generic)) else None
@@ -230,4 +237,4 @@ def _actions(category: type[Warning], text: str) -> Any:
     return tuple(found)
 
 
-__all__ = ["SETTINGS", "Setting", "question_of_class", "questions_of_call", "questions_of_text", "setting_of_call"]
+__all__ = ["HASHES", "SETTINGS", "Setting", "question_of_content", "questions_of_call", "questions_of_text", "setting_of_call"]

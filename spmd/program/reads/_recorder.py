@@ -41,7 +41,7 @@ from spmd.program.reads._pending_outputs import with_outputs
 from spmd.program.reads._places import CDATA, Expected, Place, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
 from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
-from spmd.program.reads._process_settings import SETTINGS, question_of_class, questions_of_text
+from spmd.program.reads._process_settings import SETTINGS, question_of_content, questions_of_text
 from spmd.program.reads._questions import Question
 from spmd.program.reads._raised import make_plain
 from spmd.program.reads._random_generators import is_generator, state_of
@@ -286,7 +286,7 @@ class Recording(PlacesWritten):
         if cls in QUIET or self._is_ignored(value):
             return
         self.read_special_methods(cls)
-        self.ask(SETTINGS, question_of_class(cls))
+        self.ask(SETTINGS, question_of_content(value, cls))
         if isinstance(value, torch.Tensor):
             self._host_tensor(value)
         elif isinstance(value, dict):

@@ -47,9 +47,20 @@ def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
     parts = (
         *("trace 1", name, getattr(code, "__module__", None), about, repr(options), _text(key), devices, client.platform_version),
         *(sys.version, platform.machine(), jax.__version__, torch.__version__, in_force.check_indices, sorted(settings.items(), key=repr)),
-        *(_flags(), sorted(program_environment().items()), _own_files(), _modules()),
+        *(_settings_of_torch(), _flags(), sorted(program_environment().items()), _own_files(), _modules()),
     )
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+
+
+def _settings_of_torch() -> tuple[Any, ...]:
+    """Settings on which operations depend that a trace does not ask for by name."""
+    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+    return (
+        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        *(torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark),
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), torch.is_anomaly_enabled()),
+        *(str(torch.get_default_device()), torch.is_autocast_cache_enabled(), torch.utils.deterministic.fill_uninitialized_memory),
+    )
 
 
 def _flags() -> list[tuple[str, str]]:
