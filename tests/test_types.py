@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from spmd.program._program import Options
+from spmd.program._options import Options
 
 ROOT = Path(__file__).parents[1]
 

@@ -471,9 +471,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def program_environment() -> dict[str, str]:
-    """The environment variables that affect compiled programs, for a program's digest."""
-    return {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ}
+def program_environment(beginnings: tuple[str, ...] = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")) -> dict[str, str]:
+    """The environment variables whose names begin so, for a digest. By default those that affect compiled programs."""
+    return {name: value for name, value in os.environ.items() if name.startswith(beginnings)}
 
 
 __all__ = [

@@ -60,6 +60,8 @@
     +-- NotDeferrable                                  an operation cannot be deferred to the end of its step
     +-- _LoweredText                                   a program was lowered only for its text
     +-- NoDigest                                       the text of a traced program does not determine it
+    +-- NotStorable                                    another process could not compare what a trace has read
+    +-- NotHere                                        a stored trace does not fit this process
     +-- Inexact                                        padding would change a result, so sizes cannot share one program
         +-- SizeDecides                                ... Python branches on a size
         +-- Unknown                                    ... a number is not a known function of the sizes

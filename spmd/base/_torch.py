@@ -114,6 +114,7 @@ try:
     from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils.backend_registration import _DummyDeviceGuard as DummyDeviceGuard
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend
     from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame

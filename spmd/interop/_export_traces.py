@@ -23,8 +23,10 @@ from spmd.base._progress import underway
 from spmd.base._torch_late import without_dynamo
 from spmd.interop._exported_program import value_of
 from spmd.program._job_checks import compiling
-from spmd.program._program import Options, Program
-from spmd.program._step import Step, uncollected
+from spmd.program._options import Options
+from spmd.program._program import Program
+from spmd.program._step import Step
+from spmd.program.reads import uncollected
 from spmd.program.reuse._signature import Signature
 from spmd.program.sizes._dims import AskedDims, Named
 from spmd.program.sizes._family import Family

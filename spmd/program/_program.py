@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from spmd.device._storage import Buffer, buffer_of
 from spmd.device._trace_lock import memory_is_gone, was_taken
 from spmd.device._uploaded import note_sent
 from spmd.program._job_checks import compiling, require_sound, watched
+from spmd.program._options import Options
 from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
@@ -54,38 +54,6 @@ from spmd.program.xla._executable import Executable
 from spmd.program.xla._target import mesh_of
 
 Steps = tuple[Callable[[ProgramCall], None], ...]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a compiled step. `spmd.compile` documents each."""
-
-    keep_grads: bool = False
-    max_retraces: int = 8
-    on_retrace: str = "warn"
-    max_programs: int = 32
-    steps_per_call: int = 1
-    check: bool = False
-    debug_nans: bool = False
-    check_indices: bool | None = None
-    roll: bool | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        flags: dict[str, object] = {"keep_grads": self.keep_grads, "check": self.check, "debug_nans": self.debug_nans}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise SpmdError(
-                    message(f"compile's option {name} must be True or False", f"got {flag!r}", fix=f"spmd.compile(fn, {name}=True)")
-                )
-        counts: dict[str, object] = {name: getattr(self, name) for name in ("max_retraces", "max_programs", "steps_per_call")}
-        for name, count in counts.items():
-            if type(count) is not int or count < 1:
-                raise SpmdError(message(f"compile's option {name} must be at least 1", f"got {count!r}", fix=f"spmd.compile(fn, {name}=8)"))
-        if self.on_retrace not in ("warn", "error"):
-            what = f"compile's option on_retrace must be 'warn' or 'error', got {self.on_retrace!r}"
-            raise SpmdError(message(what, fix='spmd.compile(fn, on_retrace="warn")'))
-        if self.roll not in (True, False, "auto"):
-            raise SpmdError(message("roll must be True, False or 'auto'", f"roll={self.roll!r}", fix='spmd.compile(fn, roll="auto")'))
 
 
 class Program(Executable):
@@ -211,7 +179,8 @@ class Program(Executable):
         self.written.shardings, self.read.shardings = [v.sharding for v in state], [v.sharding for v in read]
         self.arguments.shardings = [v.sharding for v in given]
         if self._stored is not None:
-            return self._of_stored(self._stored.digest, name, making)
+            self.digest, devices = self._stored.digest, self.inputs.current()[1].sharding.device_set
+            return self._stored.compilation(self, name, next(iter(devices)).client, making)
         run = self._function()
         if self.options.steps_per_call > 1:
             require_no_writes(self.captured.writes.effects, bool(self.captured.outputs.flags))
@@ -237,14 +206,6 @@ class Program(Executable):
             check = partial(self.watched.require_same, name, self.mesh, buffers, arg_buffers), self._require_sound
         request = CompileRequest(name, run, args, donate, pinned, self.mesh, self.devices.platform, self.is_ahead, self.digest, client)
         return Compilation(request, making=making, check=check)
-
-    def _of_stored(self, digest: str, name: str, making: Making) -> Compilation:
-        """The executable of a stored trace, which is in the cache."""
-        self.digest = digest
-        client, platform = next(iter(self.inputs.current()[1].sharding.device_set)).client, self.devices.platform
-        return Compilation(
-            CompileRequest(name, _not_lowered, (), True, None, self.mesh, platform, False, digest, client), making=making, check=None
-        )
 
     @cached_property
     def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (the first access waits)
@@ -499,10 +460,6 @@ def _state_of(captured: Captured) -> tuple[list[Buffer], list[Buffer], list[int]
     return written, read, [position[id(b)] for b in captured.state.written if id(b) in position]
 
 
-def _not_lowered() -> None:
-    """The function of a program whose executable was stored with its trace."""
-
-
 def _copy_shared(state: list[Any]) -> None:
     """Copy arrays that occur more than once in `state`, in place: an array can be donated only once."""
     if len(set(map(id, state))) == len(state):
@@ -514,4 +471,4 @@ def _copy_shared(state: list[Any]) -> None:
         seen.add(id(value))
 
 
-__all__ = ["Options", "Program"]
+__all__ = ["Program"]

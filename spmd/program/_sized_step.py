@@ -21,9 +21,11 @@ from spmd.base._errors import SpmdError, TraceAgain, TraceError, message, place_
 from spmd.base._progress import underway
 from spmd.base._torch_late import without_dynamo
 from spmd.program._job_checks import compiling
-from spmd.program._program import Options, Program
-from spmd.program._step import Step, uncollected
+from spmd.program._options import Options
+from spmd.program._program import Program
+from spmd.program._step import Step
 from spmd.program.find._objects import flatten
+from spmd.program.reads import uncollected
 from spmd.program.reuse._signature import Signature
 from spmd.program.sizes._dims import AskedDims, Named
 from spmd.program.sizes._evaluate import SizeDecides

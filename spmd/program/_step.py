@@ -15,8 +15,7 @@ import os
 import time
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
@@ -36,12 +35,13 @@ from spmd.patches._running_averages import move_counts_to_device
 from spmd.program._copied_step import CopiedStep
 from spmd.program._executable_file import load_executables, save_executables
 from spmd.program._job_checks import compiling
-from spmd.program._program import Options, Program
+from spmd.program._options import Options
+from spmd.program._program import Program
 from spmd.program.find._discover import reachable
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
-from spmd.program.reads import COLLECTING, PartPlace, changes
+from spmd.program.reads import PartPlace, changes, uncollected
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._guards import guard_configured_checks
 from spmd.program.reuse._program_cache import ProgramCache
@@ -235,18 +235,16 @@ class Step(CopiedStep, Generic[P, R]):
         """
         self._require_may_trace(failed)
         start = time.perf_counter()
-        store = TraceStore.of(self._fn, self._name, self._options, call, _client(), self.num_traces)
+        store = TraceStore.of(self._fn, self._name, self._options, call, _client())
         with handlers_wait(), compiling(), uncollected(), without_dynamo():
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, settings, store)
             trace_s = time.perf_counter() - start - prepare_s
-            found = None if store is None else store.found
-            making = Making([self._loaded.get], is_beside and found is None)
+            making = Making([self._loaded.get], is_beside)
             with handlers_run():
-                program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making, found)
-            if store is not None and found is None:
-                store.keep(program)
-            return program, int(found is None)
+                program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making, store.found)
+            store.keep(program)
+            return program, int(store.found is None)
 
     def _require_may_trace(self, failed: str | None) -> None:
         if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
@@ -274,6 +272,7 @@ class Step(CopiedStep, Generic[P, R]):
 
         `store`: where the trace of an earlier process may be, which is returned if it is valid here.
         """
+        store = TraceStore() if store is None else store
         options, args, kwargs = self._options, call.args, call.kwargs
         if options.steps_per_call > 1:
             args, kwargs = first_of_stack(args, kwargs, options.steps_per_call)
@@ -291,14 +290,9 @@ class Step(CopiedStep, Generic[P, R]):
                     created = prepare_state(optimizer, creates=all(optimizer is not other for other in settings.unprepared))
                     found.prepared.append((optimizer, created))
             prepare_s = time.perf_counter() - start
-            captured = None if store is None else store.find(found, [self._loaded.get])
-            if captured is not None:
-                assert store is not None and store.found is not None
-                store.found.messages.show()
-                states.forget_all_but(captured.writes.stepped)
-                return captured, prepare_s
-            with checked(options.check_indices), nullcontext() if store is None else store.messages.noted():
-                captured = capture(
+            captured = store.find(found, [self._loaded.get])
+            with checked(options.check_indices), store.messages.noted():
+                captured = captured or capture(
                     self._fn,
                     args,
                     kwargs,
@@ -310,7 +304,7 @@ class Step(CopiedStep, Generic[P, R]):
                     changed=list(self._changed.values()),
                     arguments=call.numbers,
                 )
-            if options.check_indices is None:
+            if options.check_indices is None and store.found is None:
                 guard_configured_checks(captured.guarded.guards)
             if captured.is_ahead:
                 states.put_back()
@@ -413,16 +407,6 @@ def _client() -> Any:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-@contextmanager
-def uncollected() -> Generator[None]:
-    """Disable cyclic garbage collection: a trace keeps most of its objects, and with torch and jax loaded a full collection takes 0.2 s."""
-    COLLECTING.suspend()
-    try:
-        yield
-    finally:
-        COLLECTING.resume()
 
 
 @overload

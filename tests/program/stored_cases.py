@@ -195,6 +195,7 @@ def trained(model: nn.Module, optimizer: Any, wrap: Any, device: str, count: int
         optimizer.step()
         return loss.detach()
 
+    step.__name__ = sys._getframe(1).f_code.co_name  # traces of different cases are not those of one function
     losses = calls(wrap(step), device, count)
     return [*losses, *(p.detach() for p in model.parameters()), *(v for s in optimizer.state.values() for v in s.values())]
 
@@ -364,9 +365,13 @@ def an_argument_that_is_state(device: str, wrap: Any, changed: bool) -> Values:
 @case
 def grad_mode(device: str, wrap: Any, changed: bool) -> Values:
     model = Block().to(device)
-    step = wrap(lambda x: model(x))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * 2 if torch.is_grad_enabled() else model(x) * 3
+
+    compiled = wrap(step)
     with torch.set_grad_enabled(not changed):
-        return [*(v.requires_grad for v in calls(step, device))]
+        return [v.detach() for v in calls(compiled, device)]
 
 
 @case

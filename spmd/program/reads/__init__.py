@@ -42,7 +42,7 @@ from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace,
 from spmd.program.reads._parts import is_data, objects_in
 from spmd.program.reads._pending import Pending
 from spmd.program.reads._places import PLAIN, Place, content_of, items_of, shown
-from spmd.program.reads._questions import COLLECTING
+from spmd.program.reads._questions import COLLECTING, uncollected
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, Replacements, changes, touched_by
 from spmd.program.reads._swap import code_of, recorded_together
@@ -86,5 +86,6 @@ __all__ = [
     "recorded_together",
     "shown",
     "touched_by",
+    "uncollected",
     "with_inputs",
 ]

@@ -93,6 +93,11 @@ def is_tuple(value: Any) -> bool:
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields") and not hasattr(value, "__dict__"))
 
 
+def exact_item(value: Any) -> Any:
+    """An item of a set, in a form in which 1, 1.0 and True are three values, and 0.0 and -0.0 are two."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
 def part_of(value: Any, path: Path) -> Any:
     """The item of nested tuples at `path`, or ABSENT."""
     for index in path:
@@ -119,4 +124,17 @@ def with_inputs(value: Any, paths: Collection[Path]) -> Any:
     return value
 
 
-__all__ = ["ABSENT", "INPUT", "Entry", "NumberPlace", "ObjectPlace", "PartPlace", "Path", "is_tuple", "part_of", "with_inputs", "with_part"]
+__all__ = [
+    "ABSENT",
+    "INPUT",
+    "Entry",
+    "NumberPlace",
+    "ObjectPlace",
+    "PartPlace",
+    "Path",
+    "exact_item",
+    "is_tuple",
+    "part_of",
+    "with_inputs",
+    "with_part",
+]

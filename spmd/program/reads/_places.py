@@ -19,7 +19,7 @@ import torch
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._host_bytes import put_host_bytes
-from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, Entry, ObjectPlace, is_tuple
+from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, Entry, ObjectPlace, exact_item, is_tuple
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size, np.generic)
 CDATA: tuple[Any, ...] = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__mro__[1])  # the last: the base class of all numbers
@@ -61,9 +61,7 @@ def is_same(new: Any, old: Any) -> bool:
 
     Floats are compared by their bits: -0.0 differs from 0.0, and NaN equals NaN.
     """
-    if new is old:
-        return True
-    if old is INPUT:
+    if new is old or old is INPUT:
         return True
     if isinstance(old, Like):
         return old.fits(new)
@@ -71,8 +69,10 @@ def is_same(new: Any, old: Any) -> bool:
         return False
     if isinstance(old, (float, complex, np.generic)):
         return np.asarray(new).tobytes() == np.asarray(old).tobytes()
-    if is_tuple(old) or type(old) is frozenset:
+    if is_tuple(old):
         return len(new) == len(old) and all(map(is_same, new, old))
+    if type(old) is frozenset:  # equal ones may have another order
+        return new == old and set(map(exact_item, new)) == set(map(exact_item, old))
     if isinstance(old, (slice, range)):  # equal ranges may have other ends
         return all(map(is_same, (new.start, new.stop, new.step), (old.start, old.stop, old.step)))
     return isinstance(old, (*PLAIN, *_METHODS)) and bool(new == old)

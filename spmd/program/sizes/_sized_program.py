@@ -13,7 +13,8 @@ from jax import lax
 from spmd.base._convert import exact_dtypes
 from spmd.device._arrays import fetched
 from spmd.device._storage import Buffer
-from spmd.program._program import Options, Program
+from spmd.program._options import Options
+from spmd.program._program import Program
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact

@@ -32,10 +32,22 @@ from spmd.program.reads import PLAIN, code_of
 _DEEPEST = 24  # functions inside of functions: decorators, closures
 _LONGEST = 64  # items of a container in a closure or among defaults
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_WITH_CONTENTS = (object, dict, list, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque, types.SimpleNamespace)
+_WITH_CONTENTS = (
+    object,
+    dict,
+    list,
+    set,
+    frozenset,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.deque,
+    types.SimpleNamespace,
+)
 _BUILTIN = (types.BuiltinFunctionType, types.MethodWrapperType, types.ClassMethodDescriptorType)
-_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_FIELD: Any = type(inspect.getattr_static(inspect.FullArgSpec, "args"))  # of a named tuple
+_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller, _FIELD)
 _MEMO = type(functools.lru_cache(lambda: None))
+_WITH_TEXT = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
 _OPAQUE = ("_abc_data",)  # objects in C that belong to their class, and whose changes are guarded otherwise
 
 
@@ -86,8 +98,8 @@ def _of_object(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind.__qualname__ in _OPAQUE:
         return (kind.__qualname__,)
-    if kind in (set, frozenset):  # the order depends on the process, and the trace may have followed it
-        return kind.__qualname__, *(description(v, depth) for v in value)
+    if kind in (set, frozenset):
+        return kind.__qualname__, *sorted((description(v, depth) for v in value), key=repr)
     if kind in (dict, list, collections.OrderedDict, collections.deque):
         return kind.__qualname__, getattr(value, "maxlen", None)
     if not all(is_python_class(base) or base in _WITH_CONTENTS for base in kind.__mro__):
@@ -177,7 +189,7 @@ def _of_pattern(value: Any, depth: int) -> Any:
     return "pattern", repr(value.pattern), value.flags
 
 
-def _of_number(value: Any, depth: int) -> Any:
+def _of_text(value: Any, depth: int) -> Any:
     return type(value).__qualname__, str(value)
 
 
@@ -231,7 +243,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
     (functools.partial, _of_partial),
     (_MEMO, _of_memo),
     (re.Pattern, _of_pattern),
-    ((decimal.Decimal, fractions.Fraction, pathlib.PurePath), _of_number),
+    (_WITH_TEXT, _of_text),
     (contextvars.ContextVar, _of_variable),
     (_GETTERS, _of_getter),
     (types.CellType, _of_cell),

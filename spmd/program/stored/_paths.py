@@ -72,7 +72,8 @@ class Search:
 
     def __init__(self, roots: Mapping[str, Any], read: Mapping[int, list[Any]]) -> None:
         self._read = read
-        self._module_dicts = {id(vars(m)): name for name, m in list(sys.modules.items()) if isinstance(m, types.ModuleType)}
+        modules: list[tuple[str, Any]] = list(sys.modules.items())
+        self._module_dicts = {id(vars(m)): name for name, m in modules if isinstance(m, types.ModuleType)}
         self._found: dict[int, int] = {}
         self._nodes: list[Node] = []
         self._objects: list[Any] = []
@@ -132,6 +133,7 @@ class Search:
         for value in wanted:
             if value not in self:
                 self.add(value)
+        for value in wanted:
             if value not in self:
                 raise NotStorable(f"a {type(value).__qualname__} that no variable, attribute or item leads to: {description(value)!r:.200}")
         return table, [place(self._found[id(value)]) for value in wanted]
@@ -142,7 +144,7 @@ def _parts(value: Any, read: Mapping[int, list[Any]], module_dicts: Mapping[int,
     if is_ours(type(value)) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
         return
     if isinstance(value, dict):
-        if id(value) in module_dicts or value is sys.modules or id(value) in read and len(value) > _LARGEST:
+        if id(value) in module_dicts or value is sys.modules or (id(value) in read and len(value) > _LARGEST):
             yield from (("item", key, dict.get(value, key)) for key in read.get(id(value), ()) if dict.__contains__(value, key))
         elif len(value) <= _LARGEST:
             yield from (("item", k, v) if isinstance(k, (str, int)) else ("at", i, v) for i, (k, v) in enumerate(items_of(value)))
@@ -164,9 +166,8 @@ def _parts(value: Any, read: Mapping[int, list[Any]], module_dicts: Mapping[int,
         yield "word", "__globals__", value.__globals__
     if isinstance(value, _WITH_WORDS):
         yield from (("word", word, getattr(value, word)) for word in _WORDS if hasattr(value, word))
-    if isinstance(value, torch.Tensor):
-        if value.grad is not None:
-            yield "grad", None, value.grad
+    if isinstance(value, torch.Tensor) and value.grad is not None:
+        yield "grad", None, value.grad
     attributes = attributes_of(value)
     if attributes is not None and (id(attributes) in read or not isinstance(value, types.FunctionType)):  # torch caches in functions' dicts
         yield "dict", None, attributes

@@ -18,7 +18,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from mesh import Mesh, ShardingSpec
+from mesh._devices import devices
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, strided_alias
 from spmd.program.reads import ABSENT, PLAIN, content_of
 from spmd.program.reuse._columns import Guards
@@ -77,7 +78,7 @@ class _Writer(pickle.Pickler):
             return "storage", self._reference(self._tensors[id(obj.spmd_buffer)])
         if isinstance(obj, jax.Device):
             return "device", (obj.platform, obj.id)
-        if kind is Buffer and obj in self._search:
+        if obj in self._search and (kind is Buffer or (kind is types.FunctionType and not importable(obj))):
             return "at", self._reference(obj)
         if id(obj) in self._live or not self._is_by_value(obj, kind) or (obj in self._search and not is_ours(obj)):
             return "at", self._reference(obj)
@@ -102,27 +103,16 @@ class _Writer(pickle.Pickler):
         return number
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
+        kind: Any = type(obj)
+        parts = _PARTS.get(kind)
+        if parts is not None:
+            return parts(obj)
         if kind is types.FunctionType:
             return NotImplemented if importable(obj) else _function_parts(obj)
-        if kind is types.CellType:
-            return _empty_cell, (), _contents(obj), None, None, _fill_cell
-        if kind is types.MethodType:
-            return _method, (obj.__func__, obj.__self__)
         if isinstance(obj, types.BuiltinMethodType) and not isinstance(obj.__self__, types.ModuleType):
             return getattr, (obj.__self__, obj.__name__)
-        if kind is Buffer:
-            return _buffer_parts(obj)
-        if isinstance(obj, torch.Tensor):
-            return _tensor_parts(obj)
-        if kind is Mesh:
-            return partial(Mesh, topology=obj.topology), (obj.device_ids.tolist(), obj.mesh_shape, obj.axis_names)
         if isinstance(obj, ShardingSpec):
             return kind, (obj.mesh, obj.partition_spec, obj.minibatch)
-        if kind is Guards:
-            return _guards, (obj.added,)
-        if kind in (set, frozenset):
-            return _set, (kind, list(obj))
         if isinstance(obj, jax.Array):
             raise NotStorable("an array that is a constant of the program")
         return NotImplemented
@@ -182,8 +172,8 @@ def _empty_buffer(shape: Any, annotation: Any, of_state: Any, dropped: Any, dtyp
 
 
 def _tensor_parts(tensor: torch.Tensor) -> Any:
-    if type(tensor) is not torch.Tensor or tensor.requires_grad:
-        raise NotStorable(f"a gradient of class {type(tensor).__qualname__} with requires_grad={tensor.requires_grad}")
+    if tensor.requires_grad:
+        raise NotStorable("a tensor that the trace made, and that requires a gradient")
     return _empty_tensor, (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, buffer_of(tensor))
 
 
@@ -202,17 +192,22 @@ def _guards(added: list[tuple[Any, dict[str, Any]]]) -> Guards:
     return guards
 
 
-def _set(kind: Any, items: list[Any]) -> Any:
-    found = kind(items)
-    if list(found) != items:
-        raise NotHere("a set in another order")  # it depends on the process, and the trace may have followed it
-    return found
+_PARTS: dict[Any, Callable[[Any], Any]] = {
+    types.CellType: lambda cell: (_empty_cell, (), _contents(cell), None, None, _fill_cell),
+    types.MethodType: lambda method: (_method, (method.__func__, method.__self__)),
+    Buffer: _buffer_parts,
+    torch.Tensor: _tensor_parts,
+    Mesh: lambda mesh: (partial(Mesh, topology=mesh.topology), (mesh.device_ids.tolist(), mesh.mesh_shape, mesh.axis_names)),
+    Guards: lambda guards: (_guards, (guards.added,)),
+}
 
 
 def _memory(objects: list[Any]) -> list[tuple[int, int]]:
     """Which tensors have the same memory: for each the first one with it, both by position."""
     first: dict[int, int] = {}
-    buffers = [(i, o if isinstance(o, Buffer) else buffer_of(o)) for i, o in enumerate(objects) if isinstance(o, Buffer) or is_device_tensor(o)]
+    buffers = [
+        (i, o if isinstance(o, Buffer) else buffer_of(o)) for i, o in enumerate(objects) if isinstance(o, Buffer) or is_device_tensor(o)
+    ]
     return [(i, first.setdefault(id(buffer), i)) for i, buffer in buffers]
 
 
@@ -228,7 +223,7 @@ class _Reader(pickle.Unpickler):
         if kind == "ours":
             return getattr(sys.modules[key[0]], key[1])
         if kind == "device":
-            return next(d for d in jax.devices(key[0]) if d.id == key[1])
+            return next(d for d in devices() if (d.platform, d.id) == key)
         found = self._objects[key]
         return found if kind == "at" else buffer_of(found) if kind == "buffer" else found.untyped_storage()
 

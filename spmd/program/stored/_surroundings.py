@@ -21,6 +21,7 @@ import torch
 from mesh import ShardingSpec
 from mesh.job._join import program_environment
 from spmd.base._settings import in_force
+from spmd.base._torch import TreeSpec
 from spmd.program.reads import PLAIN, code_of
 from spmd.program.reuse._signature import VARIES
 from spmd.program.stored._description import NotStorable, code_text, description
@@ -47,7 +48,7 @@ def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
     parts = (
         *("trace 1", name, getattr(code, "__module__", None), about, repr(options), _text(key), devices, client.platform_version),
         *(sys.version, platform.machine(), jax.__version__, torch.__version__, in_force.check_indices, sorted(settings.items(), key=repr)),
-        *(_settings_of_torch(), _flags(), sorted(program_environment().items()), _own_files(), _modules()),
+        *(_settings_of_torch(), sorted(program_environment(_FLAGS).items()), _own_files(), _modules()),
     )
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
 
@@ -59,12 +60,8 @@ def _settings_of_torch() -> tuple[Any, ...]:
         *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         *(torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark),
         *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), torch.is_anomaly_enabled()),
-        *(str(torch.get_default_device()), torch.is_autocast_cache_enabled(), torch.utils.deterministic.fill_uninitialized_memory),
+        *(str(torch.get_default_device()), torch.is_autocast_cache_enabled()),
     )
-
-
-def _flags() -> list[tuple[str, str]]:
-    return sorted((name, value) for name, value in os.environ.items() if name.startswith(_FLAGS))
 
 
 @functools.lru_cache(maxsize=1)
@@ -103,7 +100,10 @@ def _text(value: Any) -> str:
         return f"{type(value).__name__}({','.join(map(_text, value))})"
     if isinstance(value, ShardingSpec):
         return f"{value!r} {value.minibatch} {value.mesh.device_ids.tolist()}"
-    if isinstance(value, PLAIN) or value is VARIES or type(value).__name__ == "PyTreeDef":
+    if isinstance(value, TreeSpec):
+        context = value.context if isinstance(value.context, (tuple, list, type(None))) else [value.context]
+        return f"tree({_text(value.type)},{_text(context)},{','.join(map(_text, value.children()))})"
+    if isinstance(value, PLAIN) or value is VARIES:
         return f"{type(value).__name__} {value!r}"
     raise NotStorable(f"an argument with a {type(value).__qualname__}")
 

@@ -1,23 +1,25 @@
 """Keeps the traces of a step in the compilation cache, for later processes: one that finds a trace there need not run the function.
 
-    store = TraceStore.of(fn, name, options, call)       # None if the traces of this call are not stored
-    captured = store.find(found)                         # the trace of an earlier process, if all that it read is the same here
-    store.keep(program)                                  # after a trace: for later processes
+store = TraceStore.of(fn, name, options, call, client)
+captured = store.find(reachable, lookups)            # the trace of an earlier process, if all that it read is the same here
+with store.messages.noted():
+    captured = capture(...)                          # otherwise
+store.keep(program)
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from spmd.base._program_files import files_in_use
+from spmd.base._program_files import ProgramFiles, files_in_use
 from spmd.device._buffer_stack import stack_of
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor
+from spmd.device._storage import Buffer, buffer_of
 from spmd.program.find._discover import Reachable
 from spmd.program.optim._preparation import drop_unused_state
 from spmd.program.reads import PLAIN
@@ -31,14 +33,15 @@ from spmd.program.stored._paths import Search
 from spmd.program.stored._pickled import NotHere, read, written
 from spmd.program.stored._surroundings import digest_of
 from spmd.program.trace._captured import Captured
-from spmd.program.xla._cached_executables import CachedExecutable, look_up
+from spmd.program.xla._cached_executables import look_up
+from spmd.program.xla._compilation import Compilation, CompileRequest, Lookup, Making
 
 if TYPE_CHECKING:
-    from spmd.program._program import Options, Program
+    from spmd.program._options import Options
+    from spmd.program._program import Program
 
-_MOST = 8  # traces of one step and one kind of arguments that are stored
+_MOST = 4  # traces of one function and one kind of arguments that are stored
 _log = logging.getLogger("spmd.compile")
-Lookup = Callable[[str], CachedExecutable | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class StoredTrace:
     Attributes:
         captured: the trace, without its jaxpr.
         digest: the digest of its executable.
-        loops: the loops of the program, or the repeated parts that are not loops.
+        loops: the loops of the program.
         stacks: the buffers of each stack, if the program has loops; else None.
         used: buffers of optimizer state that the trace used.
         reached: see `Guarded`.
@@ -67,55 +70,64 @@ class StoredTrace:
         """The state of the program, if it has loops."""
         return None if self.stacks is None else StackedState(self.loops, list(map(stack_of, self.stacks)))
 
+    def compilation(self, program: Program, name: str, client: Any, making: Making) -> Compilation:
+        """The reading of the executable, which is in the cache. `name`: of the step."""
+        request = CompileRequest(name, _not_lowered, (), True, None, program.mesh, program.devices.platform, False, self.digest, client)
+        return Compilation(request, making=replace(making, is_beside=False), check=None)
+
+
+def _not_lowered() -> None:
+    """The function of a program whose executable was stored with its trace."""
+
 
 class TraceStore:
     """The stored traces for one call of a step.
 
     Args:
-        key: the digest under which the traces are stored.
-        fn: the function.
-        call: the call.
-        number: number of traces of the step before this one.
+        keys: the keys of the cache under which they are.
+        roots: objects by name, from which paths start: the function, the buffers of the arguments.
 
     Attributes:
         found: the trace that `find` returned; None if there was none.
         messages: notes what is logged and warned of during a trace.
     """
 
-    def __init__(self, key: str, fn: Any, call: Signature, number: int) -> None:
-        self._keys = [f"trace-{key}-{i}" for i in range(_MOST)]
-        self._number = number
-        self.messages = Messages()
-        self._roots = {"function": fn, **{f"argument {i}": b for i, b in enumerate(call.buffers)}}
+    def __init__(self, keys: Sequence[str] = (), roots: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._keys, self._roots = keys, roots
         self._reachable: Any = None
+        self.messages = Messages()
         self.found: StoredTrace | None = None
 
     @staticmethod
-    def of(fn: Any, name: str, options: Options, call: Signature, client: Any, number: int) -> TraceStore | None:
-        """The store for a call; None if its traces are not stored."""
-        if files_in_use() is None or number >= _MOST or options.check or call.numbers or call.copied:
-            return None
+    def of(fn: Any, name: str, options: Options, call: Signature, client: Any) -> TraceStore:
+        """The store for a call. It stores nothing if the cache is not in use, or if the arguments cannot be described."""
+        roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(call.buffers)}}
+        if files_in_use() is None or options.check or call.numbers or call.copied:
+            return TraceStore()
         try:
-            return TraceStore(digest_of(fn, name, options, call.key, client), fn, call, number)
+            key = digest_of(fn, name, options, call.key, client)
         except NotStorable as error:
-            _log.debug("the trace of %s is not stored: %s", name, error)
-            return None
+            _log.debug("the trace of %s is not stored: it depends on %s", name, error)
+            return TraceStore()
+        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], roots)
 
-    def find(self, reachable: Reachable, lookups: list[Lookup]) -> Captured | None:
-        """The trace of an earlier process, if everything that it read is the same in this one.
+    def find(self, reachable: Reachable, lookups: Sequence[Lookup]) -> Captured | None:
+        """The trace of an earlier process, if everything that it read is the same in this one. Its messages are shown.
 
         Args:
             reachable: what the function can reach, with prepared optimizers. State that the trace did not use is removed.
             lookups: functions that find the executable by its digest, besides the cache.
         """
         self._reachable, files = reachable, files_in_use()
-        for key in self._keys if files is not None else ():
-            content = files.get(key)
+        for content in map(files.get, self._keys) if files is not None else ():
             if content is not None and self._fits(content, lookups):
-                return self.found and self.found.captured
+                assert self.found is not None
+                self.found.messages.show()
+                return self.found.captured
         return None
 
-    def _fits(self, content: bytes, lookups: list[Lookup]) -> bool:
+    def _fits(self, content: bytes, lookups: Sequence[Lookup]) -> bool:
+        """Whether a trace is valid here. If so, it is `found`."""
         try:
             stored: StoredTrace = read(content, self._roots)
         except NotHere as error:
@@ -141,41 +153,51 @@ class TraceStore:
         return False
 
     def keep(self, program: Program) -> None:
-        """Store the trace of a program, if another process can compare everything that it read."""
-        files = files_in_use()
-        captured = program.captured
-        if files is None or program.digest is None or program.watched is not None or program.is_ahead:
+        """Store the trace of a program of this process, if another process can compare everything that it read."""
+        files = files_in_use() if self._keys else None
+        if files is None or self.found is not None or program.digest is None or program.watched is not None or program.is_ahead:
             return
+        captured = program.captured
         try:
             _require_storable(captured)
-            tensors = {id(buffer_of(t)): t for t in (*self._reachable.device_tensors(), *self._reachable.optimizer_tensors())}
-            used = [b for b in (*captured.state.written, *captured.state.consts) if b is not None and id(b) in tensors]
-            stored = StoredTrace(
-                replace(captured, jaxpr=None, layers=[], guarded=replace(captured.guarded, reached={})),
-                program.digest,
-                [] if program.rolled is None else program.rolled.loops,
-                None if program.rolled is None else [stack.members for stack in program.rolled.stacks],
-                used,
-                list(captured.guarded.reached.values()),
-                self.messages,
-            )
             search = Search(self._roots, _keys_read(captured))
-            files.put(self._keys[self._number], written(stored, search, set(map(id, _live(captured))), tensors))
+            tensors = {id(buffer_of(t)): t for t in (*self._reachable.device_tensors(), *self._reachable.optimizer_tensors())}
+            content = written(self._record(program, tensors), search, set(map(id, _live(captured))), tensors)
         except NotStorable as error:
             _log.debug("the trace is not stored: it depends on %s", error)
+        else:
+            files.put(self._place(files), content)
+
+    def _record(self, program: Program, tensors: dict[int, Any]) -> StoredTrace:
+        captured, rolled = program.captured, program.rolled
+        assert program.digest is not None
+        used = [b for b in (*captured.state.written, *captured.state.consts) if b is not None and id(b) in tensors]
+        return StoredTrace(
+            replace(captured, jaxpr=None, layers=[], guarded=replace(captured.guarded, reached={})),
+            program.digest,
+            [] if rolled is None else rolled.loops,
+            None if rolled is None else [stack.members for stack in rolled.stacks],
+            used,
+            list(captured.guarded.reached.values()),
+            self.messages,
+        )
+
+    def _place(self, files: ProgramFiles) -> str:
+        """The key for a new trace: a free one, or that of an earlier trace, which it replaces."""
+        return next((key for key in self._keys if not files.has(key)), self._keys[time.time_ns() % _MOST])
 
 
 def _require_storable(captured: Captured) -> None:
-    """Raise NotStorable for a trace with inputs or results that a later process may have at other places."""
+    """Raise NotStorable for a trace with inputs that a later process may have at other places."""
     state, inputs = captured.state, captured.inputs
-    if inputs.shared or inputs.numbers.has_varying or inputs.holders:
+    if inputs.shared or inputs.holders or inputs.numbers.has_varying:
         raise NotStorable("an argument that is also state, or numbers that vary")
     if state.slots or state.held or state.born:
         raise NotStorable("gradients, tensors or state that each call replaces")
 
 
 def _keys_read(captured: Captured) -> dict[int, list[Any]]:
-    """The keys of each dict that the trace read or wrote, by id of the dict."""
+    """The keys that the trace read of each dict, by id of the dict."""
     found: dict[int, list[Any]] = {}
     for place in captured.guarded.places:
         if isinstance(place, DictPlace):
@@ -184,27 +206,25 @@ def _keys_read(captured: Captured) -> dict[int, list[Any]]:
 
 
 def _live(captured: Captured) -> Iterator[Any]:
-    """The objects of the program that the trace read, wrote or guarded."""
-
-    def found() -> Iterator[Any]:
-        for place in captured.guarded.places:
-            yield place.holder
-            yield from place.values()
-        for _, what in captured.guarded.guards.added:
-            yield from what.get("dicts", ())
-            for kind in ("values", "numbers", "blank"):
-                for _, objects in what.get(kind, ()):
-                    yield from objects
-            yield from (holder for _, holder in what.get("parts", ()))
-        yield from (effect.holder for effect in captured.writes.effects)
-        yield from (holder for holder, _, _ in captured.inputs.numbers.slots)
-        yield from captured.guarded.reached.values()
-
-    for value in found():
+    """The objects of the program, and not of this package, that the trace read, wrote or guarded."""
+    for value in _met(captured):
         if isinstance(value, partial) and is_ours(value.func):
             continue
         if isinstance(value, LAYOUTS) or not (isinstance(value, (*PLAIN, tuple)) or is_ours(value) or is_ours(type(value))):
             yield value
+
+
+def _met(captured: Captured) -> Iterator[Any]:
+    for place in captured.guarded.places:
+        yield place.holder
+        yield from place.values()
+    for _, what in captured.guarded.guards.added:
+        yield from what.get("dicts", ())
+        yield from (holder for _, holder in what.get("parts", ()))
+        yield from (value for kind in ("values", "numbers", "blank") for _, objects in what.get(kind, ()) for value in objects)
+    yield from (effect.holder for effect in captured.writes.effects)
+    yield from (holder for holder, _, _ in captured.inputs.numbers.slots)
+    yield from captured.guarded.reached.values()
 
 
 __all__ = ["StoredTrace", "TraceStore"]
