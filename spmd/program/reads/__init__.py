@@ -45,6 +45,7 @@ from spmd.program.reads._places import PLAIN, Place, content_of, items_of, shown
 from spmd.program.reads._questions import COLLECTING, uncollected
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, Replacements, changes, touched_by
+from spmd.program.reads._special_names import SPECIAL
 from spmd.program.reads._swap import code_of, recorded_together
 from spmd.program.reads._varying import Numbers, NumbersNeeded, Varying, is_noted
 from spmd.program.reads._varying_index import ViewNeeded
@@ -55,6 +56,7 @@ __all__ = [
     "INPUT",
     "LENGTH",
     "PLAIN",
+    "SPECIAL",
     "Effect",
     "ReplacedState",
     "Replacements",

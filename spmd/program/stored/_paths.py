@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from spmd.program.find._static import attributes_of, is_python_class, slots_of
-from spmd.program.reads import PLAIN, code_of, content_of, items_of
+from spmd.program.reads import PLAIN, SPECIAL, code_of, content_of, items_of
 from spmd.program.stored._description import NotStorable, description, importable, is_ours
 
 Node = tuple[int | None, str, Any]  # the parent's position in the table, or None for a root; the kind of the step; its key
@@ -67,13 +67,14 @@ class Search:
 
     Args:
         roots: objects by name: the function, the arguments.
-        read: by id of a module's dict, the keys in it that the trace read. No other variables of modules are searched.
+        read: by id of a dict, the keys in it that the trace read. No other variables of modules and attributes of classes are searched.
     """
 
     def __init__(self, roots: Mapping[str, Any], read: Mapping[int, list[Any]]) -> None:
         self._read = read
         modules: list[tuple[str, Any]] = list(sys.modules.items())
         self._module_dicts = {id(vars(m)): name for name, m in modules if isinstance(m, types.ModuleType)}
+        self._namespaces = {id(sys.modules), *self._module_dicts}
         self._found: dict[int, int] = {}
         self._nodes: list[Node] = []
         self._objects: list[Any] = []
@@ -88,7 +89,7 @@ class Search:
 
     def _run(self) -> None:
         while self._next < len(self._objects):
-            for step, key, part in _parts(self._objects[self._next], self._read, self._module_dicts):
+            for step, key, part in _parts(self._objects[self._next], self._read, self._namespaces):
                 self._visit(part, (self._next, step, key))
             self._next += 1
             if len(self._objects) > _MOST:
@@ -139,13 +140,19 @@ class Search:
         return table, [place(self._found[id(value)]) for value in wanted]
 
 
-def _parts(value: Any, read: Mapping[int, list[Any]], module_dicts: Mapping[int, str]) -> Iterator[tuple[str, Any, Any]]:
-    """What is in an object: (step, key, part)."""
+def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    """What is in an object: (step, key, part).
+
+    Args:
+        read: see `Search`.
+        namespaces: ids of the dicts of modules and classes. That of a class is added.
+    """
     if is_ours(type(value)) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
         return
     if isinstance(value, dict):
-        if id(value) in module_dicts or value is sys.modules or (id(value) in read and len(value) > _LARGEST):
-            yield from (("item", key, dict.get(value, key)) for key in read.get(id(value), ()) if dict.__contains__(value, key))
+        if id(value) in namespaces or (id(value) in read and len(value) > _LARGEST):
+            keys = (*read.get(id(value), ()), *SPECIAL)
+            yield from (("item", key, dict.get(value, key)) for key in keys if dict.__contains__(value, key))
         elif len(value) <= _LARGEST:
             yield from (("item", k, v) if isinstance(k, (str, int)) else ("at", i, v) for i, (k, v) in enumerate(items_of(value)))
     elif isinstance(value, _LISTS) and len(value) <= _LARGEST:
@@ -153,6 +160,7 @@ def _parts(value: Any, read: Mapping[int, list[Any]], module_dicts: Mapping[int,
     elif isinstance(value, types.CellType):
         yield "contents", None, content_of(value)
     elif isinstance(value, type):
+        namespaces.add(id(dict_of(value)))
         yield from (("base", i, base) for i, base in enumerate(value.__mro__) if is_python_class(base))
     if isinstance(value, (types.ModuleType, type)):
         yield "dict", None, dict_of(value)
