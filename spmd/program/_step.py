@@ -161,7 +161,8 @@ class Step(CopiedStep, Generic[P, R]):
         """Load executables from a file written by `save` instead of compiling. The file is executed: load only files that you trust.
 
         The first call traces the function, unless the cache folder has its trace. If the file has a program for the trace, it is neither
-        lowered nor compiled. Executables are read by other threads meanwhile. A program that is not in the file (another shape, changed code) is compiled, with a warning.
+        lowered nor compiled. Executables are read by other threads meanwhile. A program that is not in the file (another shape, changed
+        code) is compiled, with a warning.
 
         Raises:
             SpmdError: the file is invalid, damaged, or for another function, version or device; or this process is part of a job.

@@ -98,7 +98,7 @@ class Guards:
     """Guards in the order of their evaluation. Each returns a reason to retrace, or None.
 
     Attributes:
-        added: the arguments of each call of `add`; empty after `settle`.
+        added: the arguments of each call of `add`, until the trace is stored.
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ import decimal
 import enum
 import fractions
 import functools
+import hashlib
 import inspect
 import operator
 import pathlib
@@ -125,7 +126,7 @@ def _of_function(value: Any, depth: int) -> Any:
     defaults = tuple(_within(v, depth) for v in value.__defaults__ or ())
     named = tuple((k, _within(v, depth)) for k, v in (value.__kwdefaults__ or {}).items())
     wrapped = value.__dict__.get("__wrapped__")
-    code = code_text(code_of(value))
+    code = code_digest(code_of(value))
     return "function", value.__module__, value.__qualname__, code, cells, defaults, named, wrapped and _within(wrapped, depth)
 
 
@@ -143,7 +144,7 @@ def _within(value: Any, depth: int) -> Any:
     if type(value) is dict and len(value) <= _LONGEST:
         return "dict", *((_within(k, depth + 1), _within(v, depth + 1)) for k, v in value.items())
     if isinstance(value, types.FunctionType) and depth > 8 and importable(value):
-        return "function", value.__module__, value.__qualname__, code_text(code_of(value))
+        return "function", value.__module__, value.__qualname__, code_digest(code_of(value))
     return description(value, depth)
 
 
@@ -202,7 +203,7 @@ def _of_cell(value: Any, depth: int) -> Any:
 
 
 def _of_code(value: Any, depth: int) -> Any:
-    return "code", code_text(value)
+    return "code", code_digest(value)
 
 
 def _of_tensor(value: torch.Tensor, depth: int) -> Any:
@@ -257,17 +258,18 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
 
 
 @functools.lru_cache(maxsize=4096)
-def code_text(code: types.CodeType) -> str:
-    """Everything in a code object that a call depends on, as text."""
+def code_digest(code: types.CodeType) -> str:
+    """A digest of everything in a code object that a call depends on."""
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_firstlineno
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_qualname, code.co_filename
     tables = code.co_code.hex(), code.co_exceptiontable.hex(), tuple(code.co_lines())
-    return repr((counts, names, tables, tuple(map(_constant_text, code.co_consts))))
+    text = repr((counts, names, tables, tuple(map(_constant_text, code.co_consts))))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _constant_text(value: Any) -> str:
     if isinstance(value, types.CodeType):
-        return code_text(value)
+        return code_digest(value)
     if isinstance(value, tuple):
         return f"({','.join(map(_constant_text, value))})"
     if isinstance(value, frozenset):
@@ -275,4 +277,4 @@ def _constant_text(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-__all__ = ["LAYOUTS", "NotStorable", "code_text", "description", "importable", "is_ours"]
+__all__ = ["LAYOUTS", "NotStorable", "code_digest", "description", "importable", "is_ours"]

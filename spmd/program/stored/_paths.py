@@ -105,6 +105,8 @@ class Search:
         """Find an object that is a module, or a variable of one, and what it leads to."""
         if id(value) in self._module_dicts:
             value = sys.modules[self._module_dicts[id(value)]]
+        elif isinstance(value, dict):
+            value = _class_of(value)
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             self._visit(value, (None, "global", (value.__name__, "")))
         elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and importable(value):
@@ -138,6 +140,13 @@ class Search:
             if value not in self:
                 raise NotStorable(f"a {type(value).__qualname__} that no variable, attribute or item leads to: {description(value)!r:.200}")
         return table, [place(self._found[id(value)]) for value in wanted]
+
+
+def _class_of(namespace: dict[Any, Any]) -> Any:
+    """The class whose dict this is, if it is a variable of its module; else None."""
+    module = sys.modules.get(str(dict.get(namespace, "__module__")))
+    classes = (c for c in list(vars(module).values()) if isinstance(c, type)) if module is not None else ()
+    return next((c for c in classes if dict_of(c) is namespace), None)
 
 
 def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> Iterator[tuple[str, Any, Any]]:

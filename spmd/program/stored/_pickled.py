@@ -32,6 +32,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, strided_al
 from spmd.program.reads import ABSENT, PLAIN, content_of
 from spmd.program.reuse._columns import Guards
 from spmd.program.stored._description import NotStorable, description, importable, is_ours
+from spmd.program.stored._modules import Modules
 from spmd.program.stored._paths import Node, Places, Search
 
 _PLAIN = frozenset(PLAIN)
@@ -247,7 +248,7 @@ def written(record: Any, search: Search, live: set[int], tensors: Mapping[int, t
         raise NotStorable(f"what cannot be written: {type(error).__name__}: {error}") from error
     table, places = search.table(writer.referenced)
     about = list(map(description, writer.referenced)), _memory(writer.referenced)
-    head: tuple[list[Node], list[int], Any] = table, places, about
+    head: tuple[Modules, list[Node], list[int], Any] = Modules.loaded(), table, places, about
     return pickle.dumps((head, body.getvalue()), protocol=4)
 
 
@@ -258,7 +259,9 @@ def read(content: bytes, roots: Mapping[str, Any]) -> Any:
         NotHere: an object is missing or another one.
     """
     try:
-        (table, places, (descriptions, memory)), body = pickle.loads(content)
+        (modules, table, places, (descriptions, memory)), body = pickle.loads(content)
+        if (name := modules.differing()) is not None:
+            raise NotHere(f"the module {name} is not loaded in both, or its file has changed")
         here = Places(table, roots)
         objects = [here[place] for place in places]
         for found, expected in zip(objects, descriptions, strict=True):

@@ -1,4 +1,4 @@
-"""What a trace depends on besides the Python values that it read: versions, the source files of loaded modules, flags, devices.
+"""What a trace depends on besides the Python values that it read: versions, the source files of this package, flags, devices.
 
 A stored trace is looked up by the digest of all this, of the function's code, of the options and of the kinds of arguments.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import platform
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,9 @@ from spmd.base._settings import in_force
 from spmd.base._torch import TreeSpec
 from spmd.program.reads import PLAIN, code_of
 from spmd.program.reuse._signature import VARIES
-from spmd.program.stored._description import NotStorable, code_text, description
+from spmd.program.stored._description import NotStorable, code_digest, description
 
 _FLAGS = ("TORCH", "PYTORCH", "JAX", "XLA", "LIBTPU", "TPU", "SPMD", "HF_", "TRANSFORMERS", "CUDA", "NVIDIA", "OMP", "MKL", "PYTHON")
-_ON_DEMAND = frozenset(("jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "spmd", "mesh"))  # load modules of theirs when first used
 
 
 def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
@@ -42,13 +39,13 @@ def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
         NotStorable: an argument has no text.
     """
     code = getattr(fn, "__func__", fn)
-    about = code_text(code_of(code)) if isinstance(code, types.FunctionType) else description(type(fn))
+    about = code_digest(code_of(code)) if isinstance(code, types.FunctionType) else description(type(fn))
     devices = [(d.id, d.platform, d.device_kind) for d in client.devices()]
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "dir" not in k}
     parts = (
         *("trace 1", name, getattr(code, "__module__", None), about, repr(options), _text(key), devices, client.platform_version),
         *(sys.version, platform.machine(), jax.__version__, torch.__version__, in_force.check_indices, sorted(settings.items(), key=repr)),
-        *(_settings_of_torch(), sorted(program_environment(_FLAGS).items()), _own_files(), _modules()),
+        *(_settings_of_torch(), sorted(program_environment(_FLAGS).items()), _own_files()),
     )
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
 
@@ -68,28 +65,8 @@ def _settings_of_torch() -> tuple[Any, ...]:
 def _own_files() -> tuple[Any, ...]:
     root = Path(__file__).parents[2]
     files = sorted(path for folder in (root, root.parent / "mesh") for path in folder.rglob("*.py"))
-    return tuple((str(path.relative_to(root.parent)), *_seen(str(path))) for path in files)
-
-
-def _modules() -> list[Any]:
-    """The loaded modules with the size and the time of their files, without those that Python and jax load on demand."""
-    found: list[Any] = []
-    for name, module in sorted(sys.modules.items()):
-        root = name.partition(".")[0]
-        if root in sys.stdlib_module_names or root in _ON_DEMAND:
-            continue
-        file = getattr(module, "__file__", None)
-        found.append((name, file, *(_seen(file) if isinstance(file, str) else ())))
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    return [*found, *(_seen(main) if isinstance(main, str) else ())]
-
-
-def _seen(path: str) -> Iterator[int]:
-    try:
-        about = os.stat(path)
-    except OSError:
-        return iter(())
-    return iter((about.st_size, about.st_mtime_ns))
+    seen = ((path, path.stat()) for path in files)
+    return tuple((str(path.relative_to(root.parent)), about.st_size, about.st_mtime_ns) for path, about in seen)
 
 
 def _text(value: Any) -> str:

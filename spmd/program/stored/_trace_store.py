@@ -10,6 +10,7 @@ store.keep(program)
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import StackedState
 from spmd.program.stored._description import LAYOUTS, NotStorable, is_ours
 from spmd.program.stored._messages import Messages
+from spmd.program.stored._modules import note_trace
 from spmd.program.stored._paths import Search
 from spmd.program.stored._pickled import NotHere, read, written
 from spmd.program.stored._surroundings import digest_of
@@ -95,6 +97,7 @@ class TraceStore:
     def __init__(self, keys: Sequence[str] = (), roots: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._keys, self._roots = keys, roots
         self._reachable: Any = None
+        self._modules = set(sys.modules)
         self.messages = Messages()
         self.found: StoredTrace | None = None
 
@@ -154,11 +157,11 @@ class TraceStore:
 
     def keep(self, program: Program) -> None:
         """Store the trace of a program of this process, if another process can compare everything that it read."""
-        files = files_in_use() if self._keys else None
-        if files is None or self.found is not None or program.digest is None or program.watched is not None or program.is_ahead:
-            return
-        captured = program.captured
+        files, captured = files_in_use() if self._keys and self.found is None else None, program.captured
+        note_trace(self._modules)
         try:
+            if files is None or program.digest is None or program.watched is not None or program.is_ahead:
+                return
             _require_storable(captured)
             search = Search(self._roots, _keys_read(captured))
             tensors = {id(buffer_of(t)): t for t in (*self._reachable.device_tensors(), *self._reachable.optimizer_tensors())}
@@ -167,6 +170,8 @@ class TraceStore:
             _log.debug("the trace is not stored: it depends on %s", error)
         else:
             files.put(self._place(files), content)
+        finally:
+            captured.guarded.guards.added.clear()
 
     def _record(self, program: Program, tensors: dict[int, Any]) -> StoredTrace:
         captured, rolled = program.captured, program.rolled
