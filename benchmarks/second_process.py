@@ -1,4 +1,4 @@
-"""Seconds to the first step in a process that finds the programs of an earlier one on disk, compared with that earlier process.
+"""Seconds to the first step in a process that finds the traces and programs of an earlier one on disk, compared with that earlier process.
 
     python benchmarks/second_process.py
     python benchmarks/second_process.py --cases "gpt2 24 128 rolled" --json None
@@ -6,7 +6,8 @@
 A case is a model of `depth_models`, its number of layers, its width, and whether its layers are rolled into a loop. For each case two
 processes run one after the other with the same new cache folder. Each builds the model over eight virtual devices and calls the training
 step of `depth.py` once. The figure is the time of that call until the loss is computed: preparing the optimizer, tracing, lowering,
-compiling or loading, and running. The programs that XLA compiled during the call are counted, those of single operations included.
+compiling or loading, and running. The programs that XLA compiled during the call are counted, those of single operations included, and the
+traces.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ def first_step(text: str, folder: str) -> dict[str, Any]:
     program = step.program(x)
     was_read = program.compilation.read_from is not None  # by our trace's digest, without a request to jax's compiler
     requests, hits = (events.count(f"/jax/{name}") for name in ("core/compile/backend_compile_duration", "compilation_cache/cache_hits"))
-    return {"seconds": seconds, "compiled": requests - (hits - was_read), "loss": loss, **asdict(program.timings)}
+    return {
+        "seconds": seconds,
+        "compiled": requests - (hits - was_read),
+        "traces": step.num_traces,
+        "loss": loss,
+        **asdict(program.timings),
+    }
 
 
 def measure(text: str) -> dict[str, Any]:
@@ -68,10 +75,11 @@ def measure(text: str) -> dict[str, Any]:
 
 def main(cases: tuple[str, ...] = CASES, json_file: Path | None = HERE / "results" / "second_process.json") -> None:
     rows = [measure(text) for text in cases]
-    table = rich.table.Table("case", "first, s", "second, s", "ratio", "compiled by the first", "by the second")
+    table = rich.table.Table("case", "first, s", "second, s", "ratio", "compiled by the first", "by the second", "traced", "by the second")
     for row in rows:
         times = row["first"]["seconds"], row["second"]["seconds"], row["ratio"]
-        table.add_row(row["case"], *(f"{t:.2f}" for t in times), str(row["first"]["compiled"]), str(row["second"]["compiled"]))
+        counts = [str(row[process][what]) for what in ("compiled", "traces") for process in ("first", "second")]
+        table.add_row(row["case"], *(f"{t:.2f}" for t in times), *counts)
     if json_file is not None:
         json_file.write_text(json.dumps({"mesh": MESH, "goal": GOAL, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     rich.print(table)

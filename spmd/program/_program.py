@@ -34,7 +34,8 @@ from spmd.program._options import Options
 from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
-from spmd.program.roll._rolled_program import RolledProgram, rolled_program
+from spmd.program.roll._rolled import Loop
+from spmd.program.roll._rolled_program import RolledProgram, repeats_left, rolled_program
 from spmd.program.run._argument_arrays import ArgumentArrays
 from spmd.program.run._call_gradients import CallGradients
 from spmd.program.run._held_state import HeldState
@@ -217,6 +218,10 @@ class Program(Executable):
     def timings(self) -> Timings:
         """Seconds spent preparing optimizers, tracing, lowering and compiling."""
         return Timings(*self._spent, self.compilation.lower_s, self.compilation.result()[1])
+
+    def repeats_left(self) -> list[Loop]:
+        """The repeated equations of a program without loops, each with the reason why it is not a loop."""
+        return repeats_left(self.captured, self.devices.platform) if self._stored is None else self._stored.loops
 
     def _require_sound(self, compiled: Any) -> None:
         if self.devices.are_paced:

@@ -48,7 +48,6 @@ from spmd.program.reuse._program_cache import ProgramCache
 from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
 from spmd.program.roll._rolled import Loop
-from spmd.program.roll._rolled_program import repeats_left
 from spmd.program.stored import TraceStore
 from spmd.program.trace._capture import capture
 from spmd.program.trace._captured import Captured
@@ -380,7 +379,7 @@ class Step(CopiedStep, Generic[P, R]):
         """The repeated parts of the latest program, and why a part is not a loop; empty with `roll=False`."""
         program = self._program
         if program.rolled is None:
-            return repeats_left(program.captured, program.devices.platform) if self._options.roll == "auto" else []
+            return program.repeats_left() if self._options.roll == "auto" else []
         return program.rolled.loops
 
     def collectives(self) -> _hlo.CollectiveReport:

@@ -53,7 +53,7 @@ class StoredTrace:
     Attributes:
         captured: the trace, without its jaxpr.
         digest: the digest of its executable.
-        loops: the loops of the program.
+        loops: the loops of the program; if it has none, the repeated parts that are not loops.
         stacks: the buffers of each stack, if the program has loops; else None.
         used: buffers of optimizer state that the trace used.
         reached: see `Guarded`.
@@ -180,7 +180,7 @@ class TraceStore:
         return StoredTrace(
             replace(captured, jaxpr=None, layers=[], guarded=replace(captured.guarded, reached={})),
             program.digest,
-            [] if rolled is None else rolled.loops,
+            program.repeats_left() if rolled is None else rolled.loops,
             None if rolled is None else [stack.members for stack in rolled.stacks],
             used,
             list(captured.guarded.reached.values()),
