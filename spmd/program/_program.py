@@ -181,7 +181,7 @@ class Program(Executable):
         self.arguments.shardings = [v.sharding for v in given]
         if self._stored is not None:
             self.digest, devices = self._stored.digest, self.inputs.current()[1].sharding.device_set
-            return self._stored.compilation(self, name, next(iter(devices)).client, making)
+            return self._stored.compilation(self, name, [*state, *read, *given], next(iter(devices)).client, making)
         run = self._function()
         if self.options.steps_per_call > 1:
             require_no_writes(self.captured.writes.effects, bool(self.captured.outputs.flags))

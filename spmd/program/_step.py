@@ -20,7 +20,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
-from mesh._devices import devices
 from mesh._mesh_errors import nearest
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
 from spmd.base._progress import underway
@@ -48,7 +47,7 @@ from spmd.program.reuse._program_cache import ProgramCache
 from spmd.program.reuse._retrace_log import log_retrace
 from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
 from spmd.program.roll._rolled import Loop
-from spmd.program.stored import TraceStore
+from spmd.program.stored import NotHere, TraceStore
 from spmd.program.trace._capture import capture
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
@@ -59,6 +58,7 @@ from spmd.program.xla import _hlo
 from spmd.program.xla._cached_executables import CachedExecutable
 from spmd.program.xla._compilation import Making, Timings
 from spmd.program.xla._memory_report import MemoryReport
+from spmd.program.xla._target import client
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,7 +153,7 @@ class Step(CopiedStep, Generic[P, R]):
             programs = list(self._programs)
             if not programs:
                 raise self._no_program()
-            save_executables(Path(path), self._name, programs, _client())
+            save_executables(Path(path), self._name, programs, client())
         return Path(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -167,7 +167,7 @@ class Step(CopiedStep, Generic[P, R]):
             SpmdError: the file is invalid, damaged, or for another function, version or device; or this process is part of a job.
             FileNotFoundError: the file does not exist.
         """
-        found = load_executables(Path(path), self._name, _client())
+        found = load_executables(Path(path), self._name, client())
         with trace_lock:
             self._loaded = {**self._loaded, **found}
             self._loaded_from = str(path)
@@ -234,8 +234,16 @@ class Step(CopiedStep, Generic[P, R]):
             TraceError: there were too many retraces, or the function cannot be traced.
         """
         self._require_may_trace(failed)
+        try:
+            return self._made(call, failed, settings, is_beside, TraceStore.of(self._fn, self._name, self._options, call, client()))
+        except NotHere:  # the executable of a stored trace is for other shardings, or damaged
+            return self._made(call, failed, settings, is_beside, TraceStore())
+
+    def _made(
+        self, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool, store: TraceStore
+    ) -> tuple[Program, int]:
+        """A new program, of a stored trace if there is one."""
         start = time.perf_counter()
-        store = TraceStore.of(self._fn, self._name, self._options, call, _client())
         with handlers_wait(), compiling(), uncollected(), without_dynamo():
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, settings, store)
@@ -397,12 +405,6 @@ class Step(CopiedStep, Generic[P, R]):
     def hlo(self) -> str:
         """The optimised HLO text of the latest program."""
         return self._program.hlo()
-
-
-def _client() -> Any:
-    """jax's client of the devices of this process."""
-    first: Any = devices()[0]
-    return first.client
 
 
 def _counted(count: int, noun: str) -> str:

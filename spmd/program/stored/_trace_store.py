@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from jax.sharding import NamedSharding
 
 from spmd.base._program_files import ProgramFiles, files_in_use
 from spmd.device._buffer_stack import stack_of
@@ -56,6 +57,7 @@ class StoredTrace:
         loops: the loops of the program; if it has none, the repeated parts that are not loops.
         stacks: the buffers of each stack, if the program has loops; else None.
         used: buffers of optimizer state that the trace used.
+        layouts: the shapes, dtypes and shardings of the arrays that it was compiled for (see `layouts_of`).
         reached: see `Guarded`.
         messages: what was logged and warned of during the trace.
     """
@@ -65,6 +67,7 @@ class StoredTrace:
     loops: list[Loop]
     stacks: list[tuple[Buffer, ...]] | None
     used: list[Buffer]
+    layouts: list[Any]
     reached: list[Any]
     messages: Messages
 
@@ -72,14 +75,36 @@ class StoredTrace:
         """The state of the program, if it has loops."""
         return None if self.stacks is None else StackedState(self.loops, list(map(stack_of, self.stacks)))
 
-    def compilation(self, program: Program, name: str, client: Any, making: Making) -> Compilation:
-        """The reading of the executable, which is in the cache. `name`: of the step."""
-        request = CompileRequest(name, _not_lowered, (), True, None, program.mesh, program.devices.platform, False, self.digest, client)
+    def compilation(self, program: Program, name: str, arrays: Sequence[Any], client: Any, making: Making) -> Compilation:
+        """The reading of the executable, which is in the cache.
+
+        Args:
+            program, name: its program, and the name of the step.
+            arrays: the arrays of the program's state and arguments.
+            client, making: see `CompileRequest`, `Making`.
+
+        Raises:
+            NotHere: it was compiled for other shardings, or cannot be loaded.
+        """
+        if layouts_of(arrays) != self.layouts:
+            raise NotHere("its executable is for other shardings")
+        request = CompileRequest(name, _not_lowered, ((),), True, None, program.mesh, program.devices.platform, False, self.digest, client)
         return Compilation(request, making=replace(making, is_beside=False), check=None)
 
 
-def _not_lowered() -> None:
+def layouts_of(arrays: Sequence[Any]) -> list[Any]:
+    """The shape, dtype and sharding of each array, as plain values."""
+    return [(v.shape, v.dtype.name, v.weak_type, v.committed, repr(v.sharding), *_device_ids(v.sharding)) for v in arrays]
+
+
+def _device_ids(sharding: Any) -> list[int]:
+    mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return [device.id for device in (sharding.device_set if mesh is None else mesh.devices.flat)]
+
+
+def _not_lowered(*args: Any) -> None:
     """The function of a program whose executable was stored with its trace."""
+    raise NotHere("its executable cannot be loaded")
 
 
 class TraceStore:
@@ -87,15 +112,17 @@ class TraceStore:
 
     Args:
         keys: the keys of the cache under which they are.
-        roots: objects by name, from which paths start: the function, the buffers of the arguments.
+        fn: the function.
+        arguments: the buffers of the arguments.
 
     Attributes:
         found: the trace that `find` returned; None if there was none.
         messages: notes what is logged and warned of during a trace.
     """
 
-    def __init__(self, keys: Sequence[str] = (), roots: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._keys, self._roots = keys, roots
+    def __init__(self, keys: Sequence[str] = (), fn: Any = None, arguments: Sequence[Buffer] = ()) -> None:
+        self._keys, self._arguments = keys, arguments
+        self._roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(arguments)}}
         self._reachable: Any = None
         self._modules = set(sys.modules)
         self.messages = Messages()
@@ -104,7 +131,6 @@ class TraceStore:
     @staticmethod
     def of(fn: Any, name: str, options: Options, call: Signature, client: Any) -> TraceStore:
         """The store for a call. It stores nothing if the cache is not in use, or if the arguments cannot be described."""
-        roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(call.buffers)}}
         if files_in_use() is None or options.check or call.numbers or call.copied:
             return TraceStore()
         try:
@@ -112,7 +138,7 @@ class TraceStore:
         except NotStorable as error:
             _log.debug("the trace of %s is not stored: it depends on %s", name, error)
             return TraceStore()
-        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], roots)
+        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call.buffers)
 
     def find(self, reachable: Reachable, lookups: Sequence[Lookup]) -> Captured | None:
         """The trace of an earlier process, if everything that it read is the same in this one. Its messages are shown.
@@ -183,6 +209,7 @@ class TraceStore:
             program.repeats_left() if rolled is None else rolled.loops,
             None if rolled is None else [stack.members for stack in rolled.stacks],
             used,
+            layouts_of([b.value for b in (*program.written.buffers, *program.read.buffers, *self._arguments)]),
             list(captured.guarded.reached.values()),
             self.messages,
         )

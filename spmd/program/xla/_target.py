@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from mesh import Mesh, ShardingSpec
+from mesh._devices import devices
 from spmd.base._errors import SpmdError, message
 from spmd.device._storage import Buffer
 
@@ -83,3 +84,9 @@ def lies_on(value: jax.Array, mesh: Mesh) -> bool:
     """Whether an array has a sharding over a mesh with as many devices as `mesh`."""
     sharding = value.sharding
     return isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size() and not sharding.mesh.empty
+
+
+def client() -> Any:
+    """jax's client of the devices of this process."""
+    first: Any = devices()[0]
+    return first.client
