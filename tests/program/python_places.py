@@ -1,5 +1,6 @@
 """Places of Python that a function reads, each with a way to change it: the rows of test_python_places."""
 
+import abc
 import argparse
 import array
 import bisect
@@ -7,27 +8,40 @@ import builtins
 import collections
 import collections.abc
 import contextvars
+import copy
+import copyreg
+import csv
 import ctypes
 import dataclasses
+import decimal
 import enum
+import fractions
 import functools
 import gzip
+import heapq
 import importlib
+import inspect
+import itertools
 import json
 import logging
 import operator
 import os
+import pickle
 import queue
 import random
+import string
 import sys
 import tempfile
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import PIL.Image
+import PIL.ImageEnhance
 import scipy.interpolate
 import torch
 import torch.nn as nn
@@ -1403,3 +1417,471 @@ def in_a_polynomial_of_numpy() -> tuple[Read, Write]:
 def in_a_spline_of_scipy() -> tuple[Read, Write]:
     held = scipy.interpolate.CubicSpline([0.0, 1.0, 2.0], [2.0, 2.0, 2.0])
     return lambda: float(held(0.0)), lambda v: held.c.__setitem__((3, 0), v)
+
+
+class Annotated:
+    """Made by functions with defaults and annotations, which Python calls without an instruction that names them."""
+
+    size: int = 1
+
+    def __new__(cls, scale: float = 2.0) -> Any:
+        made: Any = super().__new__(cls)
+        made.scale = scale
+        return made
+
+    def __class_getitem__(cls, key: Any, scale: float = 2.0) -> float:
+        return scale
+
+    def _scale(self, scale: float = 2.0) -> float:
+        return scale
+
+    by_property = property(_scale)
+    by_cached_property = functools.cached_property(_scale)
+    by_partial = functools.partialmethod(_scale)
+
+
+Annotated.by_cached_property.__set_name__(Annotated, "by_cached_property")
+
+
+def set_default(fn: Any) -> Write:
+    fn.__defaults__ = (2.0,)
+    return lambda v: setattr(fn, "__defaults__", (v,))
+
+
+@place
+def in_a_default_of_new() -> tuple[Read, Write]:
+    return lambda: Annotated().scale, set_default(Annotated.__new__)
+
+
+@place
+def in_a_default_of_a_named_tuple() -> tuple[Read, Write]:
+    kind: Any = collections.namedtuple("kind", ["scale"], defaults=[2.0])
+    return lambda: kind().scale, set_default(kind.__new__)
+
+
+@place
+def in_a_default_of_an_implicit_class_method() -> tuple[Read, Write]:
+    held: Any = Annotated
+    return lambda: held[0], set_default(held.__class_getitem__.__func__)
+
+
+@place
+def in_a_default_of_a_getter() -> tuple[Read, Write]:
+    return lambda: Annotated().by_property, set_default(Annotated._scale)
+
+
+@place
+def in_a_default_of_a_cached_property() -> tuple[Read, Write]:
+    return lambda: Annotated().by_cached_property, set_default(Annotated._scale)
+
+
+@place
+def in_a_default_of_a_partial_method() -> tuple[Read, Write]:
+    return lambda: Annotated().by_partial(), set_default(Annotated._scale)
+
+
+def annotated(scale: float) -> None:
+    """Its annotations are read."""
+
+
+@place
+def in_an_annotation() -> tuple[Read, Write]:
+    annotated.__annotations__["scale"] = 2.0
+    return lambda: annotated.__annotations__["scale"], lambda v: annotated.__annotations__.update(scale=v)
+
+
+@place
+def in_an_annotation_of_a_signature() -> tuple[Read, Write]:
+    annotated.__annotations__["scale"] = 2.0
+    read = lambda: inspect.signature(annotated).parameters["scale"].annotation  # noqa: E731
+    return read, lambda v: annotated.__annotations__.update(scale=v)
+
+
+@place
+def in_the_function_that_another_wraps() -> tuple[Read, Write]:
+    def inner(scale: float = 2.0) -> None: ...
+
+    outer = functools.wraps(inner)(lambda *given: None)
+    return lambda: inspect.signature(outer).parameters["scale"].default, set_default(inner)
+
+
+@place
+def in_a_hint_that_is_a_number() -> tuple[Read, Write]:
+    Annotated.__annotations__["size"] = 2.0
+    read = lambda: inspect.get_annotations(Annotated)["size"]  # noqa: E731
+    return read, lambda v: Annotated.__annotations__.update(size=v)
+
+
+@place
+def in_a_result_that_c_code_compares() -> tuple[Read, Write]:
+    table = {1: [2.0], 2: [9.0]}
+    return lambda: min(table[heapq.nsmallest(1, [1, 2], key=lambda i: table[i])[0]]), lambda v: table[1].__setitem__(0, v)
+
+
+@place
+def in_a_list_that_is_chained() -> tuple[Read, Write]:
+    held = [2.0]
+    return lambda: sum(itertools.chain.from_iterable(held for _ in range(1))), lambda v: held.__setitem__(0, v)
+
+
+@place
+def in_a_list_that_a_function_gives_to_json() -> tuple[Read, Write]:
+    held = [2.0]
+    return lambda: json.loads(json.dumps(object(), default=lambda value: held))[0], lambda v: held.__setitem__(0, v)
+
+
+@place
+def in_a_container_of_a_class_that_a_copy_gets() -> tuple[Read, Write]:
+    state = {"scale": 2.0}
+    kind: Any = type("Kind", (Bare,), {"STATE": state, "__getstate__": lambda self: self.STATE})
+    return lambda: copy.copy(kind()).scale, lambda v: state.update(scale=v)
+
+
+@place
+def in_a_type_hint() -> tuple[Read, Write]:
+    kinds = {2.0: int, 3.0: float, 5.0: str}
+    Annotated.__annotations__["size"] = int
+    read = lambda: next(v for v, kind in kinds.items() if kind is typing.get_type_hints(Annotated)["size"])  # noqa: E731
+    return read, lambda v: Annotated.__annotations__.update(size=kinds[v])
+
+
+@place
+def in_an_attribute_that_a_wrapper_copies() -> tuple[Read, Write]:
+    held: Any = lambda: None  # noqa: E731
+    held.scale = 2.0
+
+    def read() -> float:
+        made: Any = functools.wraps(held)(lambda: None)
+        return made.scale
+
+    return read, lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_field_of_a_dataclass() -> tuple[Read, Write]:
+    kind: Any = dataclasses.make_dataclass("kind", [("scale", float, dataclasses.field(default=2.0))])
+    field = kind.__dataclass_fields__["scale"]
+    return lambda: dataclasses.fields(kind)[0].default, lambda v: setattr(field, "default", v)
+
+
+@place
+def in_the_number_of_fields_of_a_dataclass() -> tuple[Read, Write]:
+    kind: Any = dataclasses.make_dataclass("kind", ["a", "b"])
+    held, field = kind.__dataclass_fields__, kind.__dataclass_fields__["a"]
+
+    def write(value: float) -> None:
+        held.clear()
+        held.update({str(i): field for i in range(int(value))})
+
+    return lambda: float(len(dataclasses.fields(kind))), write
+
+
+def formatted(held: Any, read: Callable[[], str]) -> tuple[Read, Write]:
+    held.scale = 2.0
+    return lambda: float(read()), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_module_that_a_text_is_formatted_with() -> tuple[Read, Write]:
+    held = types.ModuleType("held_of_a_test")
+    return formatted(held, lambda: SHOWN.format(held))
+
+
+@place
+def in_a_function_that_a_text_is_formatted_with() -> tuple[Read, Write]:
+    return formatted(held := lambda: None, lambda: str.format("{.scale}", held))
+
+
+@place
+def in_a_partial_that_a_text_is_formatted_with() -> tuple[Read, Write]:
+    held = functools.partial(int)
+    return formatted(held, lambda: f"{held.scale}")
+
+
+@place
+def in_an_nn_module_that_a_text_is_formatted_with() -> tuple[Read, Write]:
+    held = nn.Sequential(nn.Identity())
+    return formatted(held[0], lambda: "{a[0][0].scale}".format_map({"a": [held]}))
+
+
+@place
+def in_a_module_that_the_width_of_a_format_names() -> tuple[Read, Write]:
+    held = types.ModuleType("held_of_a_test")
+    held.scale = 2  # type: ignore[attr-defined]
+    return lambda: float(len("{0:{1.scale}}".format(1, held))), lambda v: setattr(held, "scale", int(v))
+
+
+@place
+def in_a_module_that_a_formatter_reads() -> tuple[Read, Write]:
+    held = types.ModuleType("held_of_a_test")
+    return formatted(held, lambda: string.Formatter().format("{0.scale}", held))
+
+
+@place
+def in_the_fields_that_a_class_inherits() -> tuple[Read, Write]:
+    kind: Any = dataclasses.make_dataclass("kind", ["a", "b"])
+    child = type("child", (kind,), {})
+    held, field = kind.__dataclass_fields__, kind.__dataclass_fields__["a"]
+
+    def write(value: float) -> None:
+        held.clear()
+        held.update({str(i): field for i in range(int(value))})
+
+    return lambda: float(len(dataclasses.fields(child(1, 2)))), write
+
+
+@place
+def in_a_partial_of_a_property() -> tuple[Read, Write]:
+    getter = functools.partial(lambda held, scale: scale, scale=2.0)
+    held: Any = type("Kind", (Bare,), {"scale": property(getter)})()
+    return lambda: held.scale, lambda v: getter.keywords.update(scale=v)
+
+
+@place
+def in_the_members_that_c_code_looks_up() -> tuple[Read, Write]:
+    kinds: Any = enum.Enum("kinds", {"two": 2.0, "three": 3.0, "five": 5.0})
+    members = {float(kind.value): kind for kind in kinds}
+    return lambda: next(map(kinds, [2.0])).value, lambda v: kinds._value2member_map_.update({2.0: members[v]})
+
+
+@place
+def in_the_value_of_a_member() -> tuple[Read, Write]:
+    kinds: Any = enum.Enum("kinds", {"one": 2.0})
+    return lambda: kinds.one.value, lambda v: setattr(kinds.one, "_value_", v)
+
+
+@place
+def in_the_member_that_a_value_names() -> tuple[Read, Write]:
+    kinds: Any = enum.Enum("kinds", {"two": 2.0, "three": 3.0, "five": 5.0})
+    return lambda: kinds(2.0).value, lambda v: kinds._value2member_map_.update({2.0: kinds(v) if v != 2.0 else kinds.two})
+
+
+@place
+def in_the_member_that_a_name_names() -> tuple[Read, Write]:
+    kinds: Any = enum.Enum("kinds", {"two": 2.0, "three": 3.0, "five": 5.0})
+    two = kinds.two
+    return lambda: kinds["two"].value, lambda v: kinds._member_map_.update(two=kinds(v) if v != 2.0 else two)
+
+
+@place
+def in_the_members_of_an_enumeration() -> tuple[Read, Write]:
+    kinds: Any = enum.Enum("kinds", {str(i): i for i in range(5)})
+
+    def write(value: float) -> None:
+        kinds._member_names_[:] = [str(i) for i in range(int(value))]
+
+    write(2.0)
+    return lambda: float(len(kinds)), write
+
+
+@place
+def in_a_flag_that_is_combined() -> tuple[Read, Write]:
+    kinds: Any = enum.IntFlag("kinds", {"a": 1, "b": 8})
+    return lambda: float((kinds.a | kinds.b).value - 7), lambda v: setattr(kinds.a, "_value_", int(v) - 1)
+
+
+@place
+def in_a_cell_that_is_read_as_an_attribute() -> tuple[Read, Write]:
+    held = types.CellType(2.0)
+    return lambda: held.cell_contents, lambda v: setattr(held, "cell_contents", v)
+
+
+@place
+def in_an_attribute_of_a_method() -> tuple[Read, Write]:
+    held: Any = Annotated()
+    Annotated._scale.factor = 2.0  # type: ignore[attr-defined]
+    return lambda: held._scale.factor, lambda v: setattr(Annotated._scale, "factor", v)
+
+
+T = typing.TypeVar("T")
+
+
+class Of(typing.Generic[T]):
+    scale = 2.0
+
+
+@place
+def in_a_class_with_a_type_argument() -> tuple[Read, Write]:
+    Of.scale = 2.0
+    return lambda: Of[int].scale, lambda v: setattr(Of, "scale", v)
+
+
+@place
+def in_what_a_methodcaller_calls() -> tuple[Read, Write]:
+    held = {"scale": 2.0}
+    return lambda: operator.methodcaller("get", "scale")(held), lambda v: held.update(scale=v)
+
+
+@place
+def in_an_implementation_that_c_code_calls() -> tuple[Read, Write]:
+    held = functools.singledispatch(lambda value: 2.0)
+    return lambda: next(map(held, [1])), lambda v: held.register(int, lambda value: v) and None
+
+
+@place
+def in_a_registry_of_copies() -> tuple[Read, Write]:
+    kind = type("Kind", (Bare,), {})
+    copyreg.dispatch_table[kind] = lambda held: (float, (2.0,))
+    return lambda: copy.copy(kind()), lambda v: copyreg.dispatch_table.update({kind: lambda held: (float, (v,))})
+
+
+def pickled() -> float:
+    return 2.0
+
+
+PICKLED = pickled
+
+
+@place
+def in_a_function_that_a_pickle_names() -> tuple[Read, Write]:
+    functions, names = {2.0: PICKLED, 3.0: three, 5.0: five}, globals()
+    names["pickled"] = PICKLED
+    text = pickle.dumps(PICKLED)
+    return lambda: pickle.loads(text)(), lambda v: names.update(pickled=functions[v])
+
+
+@place
+def in_an_image() -> tuple[Read, Write]:
+    held = PIL.Image.new("L", (2, 2), 2)
+    return lambda: float(held.getpixel((0, 0))), lambda v: held.putpixel((0, 0), int(v))  # type: ignore[arg-type]
+
+
+@place
+def in_an_item_of_a_structured_array() -> tuple[Read, Write]:
+    held = np.array([(2.0,)], [("scale", float)])
+    item = held[0]
+    return lambda: float(item["scale"]), lambda v: held["scale"].__setitem__(0, v)
+
+
+@place
+def in_a_result_of_a_json_encoder() -> tuple[Read, Write]:
+    held = Plain()
+    return lambda: float(json.dumps(object(), default=lambda value: held.scale)), lambda v: setattr(held, "scale", v)
+
+
+@place
+def in_a_dialect_of_csv() -> tuple[Read, Write]:
+    marks = {2.0: ",", 3.0: ";", 5.0: "|"}
+    csv.register_dialect("of_a_test", delimiter=",")
+    read = lambda: float(len(next(csv.reader(["1,2;3;4|5|6|7|8"], "of_a_test"))))  # noqa: E731
+    return read, lambda v: csv.register_dialect("of_a_test", delimiter=marks[v])
+
+
+@place
+def in_a_handler_of_a_logger() -> tuple[Read, Write]:
+    held, logger = Plain(), logging.Logger("of_a_test")
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            held.scale = float(self.level)
+
+    handler = Handler()
+    handler.setLevel(2)
+    logger.addHandler(handler)
+
+    def read() -> float:
+        logger.log(9, "a record")
+        return held.scale
+
+    return read, lambda v: handler.setLevel(int(v))
+
+
+class Ratio(fractions.Fraction):
+    """A class whose operators are those of Python's library."""
+
+
+@place
+def in_an_operand_of_a_librarys_operator() -> tuple[Read, Write]:
+    held = Ratio(2, 1)
+    return lambda: float(held + 0), lambda v: setattr(held, "_numerator", int(v))
+
+
+@place
+def in_a_text_with_operators_of_a_library() -> tuple[Read, Write]:
+    held = type("Text", (collections.UserString,), {})("a")
+    return lambda: float(len(held + "b")), lambda v: setattr(held, "data", "a" * (int(v) - 1))
+
+
+@place
+def in_an_image_that_another_object_enhances() -> tuple[Read, Write]:
+    held = PIL.Image.new("L", (2, 2), 2)
+    enhanced = PIL.ImageEnhance.Brightness(held)
+    return lambda: float(enhanced.enhance(1.0).getpixel((0, 0))), lambda v: held.putpixel((0, 0), int(v))  # type: ignore[arg-type]
+
+
+@place
+def in_the_text_of_an_exception() -> tuple[Read, Write]:
+    held = ValueError(2.0)
+    return lambda: float(str(held)), lambda v: setattr(held, "args", (v,))
+
+
+@place
+def in_the_text_of_a_factory() -> tuple[Read, Write]:
+    kinds = {2.0: list, 3.0: set, 5.0: dict}
+    held = collections.defaultdict(list)
+    return lambda: next(v for v, kind in kinds.items() if repr(kind) in f"{held}"), lambda v: setattr(held, "default_factory", kinds[v])
+
+
+@place
+def in_the_name_of_a_named_tuple() -> tuple[Read, Write]:
+    kind: Any = collections.namedtuple("kind", ["scale"])
+    held = kind(1)
+    kind.__name__ = "aa"
+    return lambda: float(len(repr(held)) - len("(scale=1)")), lambda v: setattr(kind, "__name__", "a" * int(v))
+
+
+@place
+def in_the_names_of_a_function_and_its_class() -> tuple[Read, Write]:
+    def held() -> None: ...
+
+    held.__qualname__ = "aa"
+    return lambda: float(str(held).index(" at ") - len("<function ")), lambda v: setattr(held, "__qualname__", "a" * int(v))
+
+
+@place
+def in_a_context_that_a_decimal_is_given() -> tuple[Read, Write]:
+    held = decimal.Context(prec=2)
+    return lambda: float(len(str(decimal.Decimal(2).sqrt(held))) - 1), lambda v: setattr(held, "prec", int(v))
+
+
+@place
+def in_a_module_of_a_package() -> tuple[Read, Write]:
+    package, name = types.ModuleType("package_of_a_test"), "package_of_a_test.part"
+    package.__path__ = []
+    write = lambda v: sys.modules.update({name: types.SimpleNamespace(scale=v)})  # type: ignore[dict-item]  # noqa: E731
+
+    def read() -> float:
+        from package_of_a_test import part  # type: ignore[import-not-found]
+
+        return part.scale
+
+    sys.modules["package_of_a_test"] = package
+    write(2.0)
+    return read, write
+
+
+@place
+def in_a_class_that_is_abstract() -> tuple[Read, Write]:
+    class Held(abc.ABC):
+        @abc.abstractmethod
+        def scale(self) -> float: ...
+
+    def read() -> float:
+        try:
+            return float(bool(Held())) + 4.0
+        except TypeError:
+            return 2.0
+
+    return read, lambda v: setattr(Held, "__abstractmethods__", frozenset({"scale"} if v == 2.0 else ()))
+
+
+@place
+def in_the_defaults_of_a_cached_function() -> tuple[Read, Write]:
+    held = functools.cache(lambda scale=2.0: scale)
+    inner: Any = held.__wrapped__
+
+    def write(value: float) -> None:
+        inner.__defaults__ = (value,)
+        held.cache_clear()
+
+    return lambda: held(), write

@@ -15,7 +15,10 @@ import hashlib
 import hmac
 import io
 import itertools
+import logging
+import logging.handlers
 import mmap
+import operator
 import queue
 import re
 import reprlib
@@ -24,6 +27,7 @@ import sqlite3
 import sys
 import threading
 import types
+import unittest.mock
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +35,8 @@ from typing import Any, cast
 from xml.etree import ElementTree
 
 import numpy as np
+import PIL.Image
+import PIL.ImageDraw
 import pytest
 import torch
 
@@ -73,6 +79,38 @@ def toggle(lock: Any, n: int) -> int:
 def longer(shown: reprlib.Repr, n: int) -> int:
     shown.maxlist = n
     return len(shown.repr([1] * 9))
+
+
+class Counting(logging.Handler):
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += 1
+
+
+def logger(handler: logging.Handler) -> Any:
+    made = logging.Logger("of_a_test")
+    made.addHandler(handler)
+    return made
+
+
+POINTER = ctypes.POINTER(ctypes.c_int)
+
+
+def cached(inner: Any) -> Any:
+    def outer(n: int) -> Any:
+        return inner(n) + 1
+
+    outer.inner = inner  # type: ignore[attr-defined]
+    return functools.lru_cache(outer)
+
+
+class Pointing(ctypes.Structure):
+    _fields_ = (("to", ctypes.POINTER(ctypes.c_int)), ("number", ctypes.c_int))
+
+
+class Outer(ctypes.Structure):
+    _fields_ = (("inner", Pointing),)
 
 
 # what is made, what the function does with it and a counter, what is looked at after the call
@@ -167,6 +205,72 @@ HELD_IN_C: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callabl
     "array, between": (lambda: array.array("i", [1]), lambda a, n: len(a), lambda a: a.append(1), list),
     "view made in the function": (lambda: bytearray(b"ab"), lambda b, n: memoryview(b)[0], lambda b: b.insert(0, 7), bytes),
     "decompressor's end": (zlib.decompressobj, lambda z, n: 1 + z.eof, lambda z: z.eof or z.decompress(zlib.compress(b"a")), lambda z: 0),
+    "flags of decimals": (
+        lambda: decimal.Context(prec=5),
+        lambda c, n: float(c.divide(1, 3)),
+        lambda c: c.clear_flags(),
+        lambda c: [signal.__name__ for signal, is_raised in c.flags.items() if is_raised],
+    ),
+    "flags of decimals that the function clears": (
+        lambda: decimal.Context(prec=5),
+        lambda c, n: (c.clear_flags(), c.add(1, 3), c.divide(1, n), 1 + c.flags[decimal.Inexact])[3],
+        lambda c: c.divide(1, 3),
+        lambda c: [signal.__name__ for signal, is_raised in c.flags.items() if is_raised],
+    ),
+    "a cache": (
+        lambda: functools.lru_cache(maxsize=2)(lambda n: n),
+        lambda f, n: f(3) + f(4) + f(3),
+        lambda f: f.cache_clear() if f.cache_info().hits > 3 else f(5),
+        lambda f: f.cache_info(),
+    ),
+    "a cache in a cache": (
+        lambda: cached(functools.lru_cache(lambda n: n)),
+        lambda f, n: f(3),
+        lambda f: None,
+        lambda f: (f.cache_info(), f.__wrapped__.inner.cache_info()),
+    ),
+    "a log in memory": (
+        lambda: logger(logging.StreamHandler(io.StringIO())),
+        lambda log, n: (log.warning("a"), 1)[1],
+        lambda log: log.handlers[0].stream.write("b"),
+        lambda log: log.handlers[0].stream.getvalue(),
+    ),
+    "records that a handler keeps": (
+        lambda: logger(logging.handlers.MemoryHandler(9)),
+        lambda log, n: (log.warning("a"), len(log.handlers[0].buffer))[1],
+        lambda log: log.handlers[0].buffer.append(log.handlers[0].buffer[0]),
+        lambda log: len(log.handlers[0].buffer),
+    ),
+    "a logger's level": (
+        lambda: logger(Counting()),
+        lambda log, n: (log.warning("a"), 1 + log.handlers[0].count)[1],
+        lambda log: log.setLevel(logging.ERROR if log.level == logging.NOTSET else logging.NOTSET),
+        lambda log: log.handlers[0].count,
+    ),
+    "traps of decimals": (
+        lambda: decimal.Context(prec=5),
+        lambda c, n: (c.traps.update({decimal.Inexact: not c.traps[decimal.Inexact]}), 1 + c.traps[decimal.Inexact])[1],
+        lambda c: None,
+        lambda c: c.traps[decimal.Inexact],
+    ),
+    "a structure in another": (
+        lambda: Outer(Pointing(None, 1)),
+        lambda s, n: (setattr(s.inner, "number", s.inner.number + 1), s.inner.number)[1],
+        lambda s: setattr(s.inner, "number", s.inner.number * 2),
+        lambda s: s.inner.number,
+    ),
+    "an item of a structured array": (
+        lambda: np.zeros(1, [("a", "f4")])[0],
+        lambda item, n: (item.__setitem__("a", item["a"] + 1), float(item["a"]))[1],
+        lambda item: item.__setitem__("a", item["a"] * 2),
+        lambda item: float(item["a"]),
+    ),
+    "a level that varies": (
+        lambda: logging.Logger("of_a_test"),
+        lambda log, n: (log.setLevel(log.level + 1), log.level)[1],
+        lambda log: None,
+        lambda log: log.level,
+    ),
     "changes of a database": (table, lambda t, n: t.total_changes, lambda t: t.execute("insert into rows values (1)"), lambda t: 0),
     "lines of a reader": (lambda: csv.reader(["1"] * 9), lambda r, n: r.line_num, next, lambda r: 0),
     "text of an element": (
@@ -262,6 +366,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the length of an element": (lambda: ElementTree.Element("a"), len),
     "an item of an element": (lambda: ElementTree.fromstring("<a><b/></a>"), lambda e: e[0].tag),
     "a pointer": (lambda: ctypes.pointer(ctypes.c_int(1)), lambda p: p.contents.value),
+    "a pointer in a structure": (lambda: Pointing(ctypes.pointer(ctypes.c_int(1)), 2), lambda s: s.to.contents.value),
+    "a pointer in an array": (lambda: (ctypes.POINTER(ctypes.c_int) * 1)(ctypes.pointer(ctypes.c_int(1))), lambda a: a[0].contents),
+    "memory at an address": (lambda: ctypes.create_string_buffer(b"a"), lambda s: ctypes.string_at(ctypes.addressof(s), 1)),
+    "a number at an address": (lambda: ctypes.c_int(1), lambda n: ctypes.c_int.from_address(ctypes.addressof(n))),
+    "a copy to an address": (lambda: ctypes.c_int(1), lambda n: ctypes.memset(ctypes.addressof(n), 0, 4)),
+    "pixels": (lambda: PIL.Image.new("L", (2, 2)).load(), lambda pixels: pixels[0, 0]),
+    "an image that is written to": (lambda: PIL.Image.new("L", (2, 2)), lambda image: image.putpixel((0, 0), 1)),
+    "a drawing": (lambda: PIL.ImageDraw.Draw(PIL.Image.new("L", (2, 2))), lambda drawing: drawing.point((0, 0), 1)),
+    "code that is instrumented": (lambda: starred, lambda fn: fn.__code__.co_consts),
+    "the text of a context of decimals": (decimal.getcontext, repr),
+    "a cache asked by name": (lambda: functools.lru_cache(len), operator.methodcaller("cache_info")),
+    "a reference to a number in C": (lambda: ctypes.byref(ctypes.c_int(1)), lambda r: ctypes.cast(r, POINTER).contents.value),
+    "a mock": (unittest.mock.Mock, lambda m: m(1)),
     "a memory map": (lambda: mmap.mmap(-1, 16), lambda m: m[0]),
     "a socket": (socket.socket, lambda s: s.gettimeout()),
     "a context": (contextvars.copy_context, lambda c: c.run(len, "a")),
@@ -273,6 +390,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the frame of a generator": (lambda: (i for i in range(3)), lambda g: g.gi_frame),
     "an array's size": (lambda: np.zeros(2), lambda a: a.resize(3, refcheck=False)),
     "a registration": (registered, lambda pair: pair[0].register(pair[1])),
+    "flags of decimals, held apart": (lambda: decimal.getcontext().flags, lambda flags: flags[decimal.Inexact]),
     "flags of decimals": (decimal.getcontext, lambda c: c.flags[decimal.Inexact]),
     "a token": (lambda: VARIABLE.set(1), lambda token: VARIABLE.reset(token)),
 }

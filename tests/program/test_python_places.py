@@ -40,6 +40,17 @@ REPLACED = {
     "in_a_method_that_an_enum_calls",
     "in_what_a_module_gives_for_a_name",
     "in_a_module_that_is_imported_by_name",
+    "in_a_type_hint",
+    "in_a_module_of_a_package",
+    "in_the_text_of_a_factory",
+    "in_the_member_that_a_value_names",
+    "in_the_member_that_a_name_names",
+    "in_an_implementation_that_c_code_calls",
+    "in_a_registry_of_copies",
+    "in_a_function_that_a_pickle_names",
+    "in_the_number_of_fields_of_a_dataclass",
+    "in_the_fields_that_a_class_inherits",
+    "in_the_members_that_c_code_looks_up",
 }
 VALUES = (2.0, 2.0, 3.0, 3.0, 2.0, 5.0, 3.0)
 

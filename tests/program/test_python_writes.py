@@ -496,12 +496,12 @@ def test_attributes_of_another_thread_are_others() -> None:
 
 
 def test_a_write_that_nobody_saw_is_refused_and_undone() -> None:
-    values = np.ones(2)
-    address, x = values.ctypes.data, torch.ones(1, device="jax")
+    values, memset = np.ones(2), ctypes.CDLL(None).memset
+    address, x = ctypes.c_void_p(values.ctypes.data), torch.ones(1, device="jax")
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         y = x * float(values[0])
-        ctypes.memset(address, 0, 8)
+        memset(address, 0, ctypes.c_size_t(8))
         return y
 
     with pytest.raises(spmd.TraceError, match="written to by code that is not recorded"):

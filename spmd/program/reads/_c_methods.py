@@ -37,8 +37,10 @@ def note_c_attribute(recording: Recording, owner: Any, name: str) -> None:
         recording.read_content(owner)
     elif isinstance(owner, np.random.BitGenerator) and name == "state":
         recording.ask_all([((id(owner), name), f"{type(owner).__name__}.state", functools.partial(state_of, owner))])
+    elif isinstance(owner, decimal.Context) and name == "traps":
+        recording.owned(owner, owner.traps)
     elif isinstance(owner, decimal.Context) and name == "flags":
-        raise refused("flags of a decimal.Context: what earlier operations signalled")
+        recording.flags.require_cleared(owner)
 
 
 class ContextNeeded(TraceAgain):
@@ -67,6 +69,8 @@ def note_c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, 
         recording.mutate(owner)
     elif issubclass(kind, memoryview) and name in ("release", "__exit__"):
         recording.use_up(owner, "released")
+    elif kind is decimal.Context:
+        recording.flags.clear(owner) if name == "clear_flags" else recording.flags.use(owner)
     elif kind is functools._lru_cache_wrapper and name in ("cache_info", "cache_clear"):
         raise refused(f"{owner.__qualname__}.{name}(): the earlier calls of a cached function")
     elif has_hidden_state(kind):
@@ -74,9 +78,6 @@ def note_c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, 
     elif kind in LOCKS:
         recording.ask(owner, lock_question(owner, recording._title(owner)))
         recording.journal.setting(owner, "locked", "a lock", *LOCKS[kind](owner))
-    elif issubclass(kind, Iterator):
-        if not is_output(owner, name):
-            recording.advance(owner, f"advanced by {name}()")
     elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
         recording.load_attr(owner, args[0])
     elif name in ("__setattr__", "__delattr__") and args and isinstance(args[0], str):
@@ -85,6 +86,9 @@ def note_c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, 
         else:
             recording._store_attribute(owner, args[0])
             return  # it stores the value as it is
+    elif issubclass(kind, Iterator):
+        if not is_output(owner, name):
+            recording.advance(owner, f"advanced by {name}()")
     elif issubclass(kind, np.ndarray):
         recording.read_content(owner)
         if name == "resize":

@@ -6,6 +6,7 @@ tables and functions here say what they read and write. By default, all that is 
 
 from __future__ import annotations
 
+import abc
 import builtins
 import collections
 import copy
@@ -32,13 +33,19 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from spmd.device._numbers import is_of_host
+from spmd.program.find._static import attributes_of, slots_of
 from spmd.program.reads._attribute_readers import with_readers
+from spmd.program.reads._builtin_attributes import origin_of
 from spmd.program.reads._c_methods import note_c_method
 from spmd.program.reads._classes import ask_classes, ask_names
 from spmd.program.reads._container_methods import CONTAINERS, STORE, update
+from spmd.program.reads._copies import note_copy
+from spmd.program.reads._definitions import note_inspection, read_text_of
+from spmd.program.reads._enumerations import note_lookup
 from spmd.program.reads._hidden_state import IN_MEMORY, is_output
 from spmd.program.reads._journal import is_environment
 from spmd.program.reads._library import is_library, is_recorded
+from spmd.program.reads._logging_calls import note_logging
 from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
 from spmd.program.reads._noted_sizes import for_noted_sizes
@@ -48,16 +55,18 @@ from spmd.program.reads._number_calls import (
     is_converted,
     is_lifted,
     known,
+    matched_value,
     needs_known,
     require_known_name,
     with_known,
 )
 from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of, questions_of_files
-from spmd.program.reads._parts import is_sized
+from spmd.program.reads._parts import inherits_state, is_sized
 from spmd.program.reads._pending_calls import for_pending
 from spmd.program.reads._pending_outputs import require_no_late_output, user_frame
-from spmd.program.reads._process_settings import HASHES, questions_of_call, setting_of_call
+from spmd.program.reads._pointed_memory import require_no_address
+from spmd.program.reads._process_settings import HASHES, TEXTS, questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
 from spmd.program.reads._source_text import note_source
@@ -139,6 +148,8 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         asked = [question[0] for question in (of_fn, *files) if question is not None]
         require_no_late_output(recording, [args[0]] if id(fn) in _OF_FILES and args else [key[1] for key in asked if key[0] == "file"])
     recording.ask_all((*questions_of_call(fn, args), *files))
+    if id(fn) in TEXTS:
+        read_text_of(recording, args[0] if args else None)
     if (setting := setting_of_call(fn, args)) is not None:
         recording.set_setting(setting)
     if (instead := INSTEAD.get(id(fn))) is not None:
@@ -165,22 +176,30 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         for part in ("func", "args"):
             recording.read_c_attribute(fn, part)
         recording.read_content(recording.owned(fn, fn.keywords))
-        note_call(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
-    elif kind is operator.methodcaller and args:
-        found = fn.__reduce__()
-        recording.load_attr(args[0], found[1][0] if found[0] is kind else found[0].args[0])
-        recording.read_deep((*args, fn))
+        inner = note_call(recording, fn.func, (*fn.args, *args, *fn.keywords.values()))
+        return fn if inner is fn.func else functools.partial(inner, *fn.args, **fn.keywords)
+    elif origin_of(fn) is not fn:  # `Holder[int](...)`
+        note_call(recording, fn.__origin__, args)
     elif isinstance(fn, functools._lru_cache_wrapper):
         recording.read_deep(args)
+        recording.read_function(getattr(fn, "__wrapped__", None))
         return functools.partial(recording.caches.setdefault(id(fn), Cache(fn)).call, recording)
     elif not is_recorded(kind.__module__):
-        recording.ask(fn, question_of(fn, args))
-        recording.read_deep(args)
-        if not isinstance(fn, torch.nn.Module):
-            recording.read_deep(fn)
+        _library_object(recording, fn, args)
     else:
         recording.read_class_of(fn)
     return fn
+
+
+def _library_object(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+    """Record a call of an object of a library's class."""
+    require_no_address(fn, args)
+    if type(fn).__module__ == "unittest.mock":
+        recording.use_up(fn, "called, which it notes")
+    recording.ask(fn, question_of(fn, args))
+    recording.read_deep(args)
+    if not isinstance(fn, torch.nn.Module):
+        recording.read_deep(fn)
 
 
 def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -283,13 +302,14 @@ def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[A
     """Record a call of a function in Python: of a library's, the reads of its arguments."""
     if is_recorded(fn.__module__):
         recording.read_function(fn)
-        read_registry(recording, fn)
+        read_registry(recording, fn, args)
         return
     if fn.__module__ in _NOT_REPEATED:
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
     if fn.__module__ == "os" and fn.__name__ in ("getenv", "getenvb"):
         recording.read_content(fn.__globals__["environ"])
     _refuse_by_name(fn)
+    require_no_address(fn, args)
     if fn is importlib.import_module:
         recording.imported(args[0], len(args) - 1)
     if fn is logging.addLevelName:
@@ -300,8 +320,12 @@ def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[A
     if fn.__name__ == "dispatch" and fn.__module__ == "functools":
         for cell in fn.__closure__ or ():
             recording.read_content(cell.cell_contents)
+    if fn.__module__ in ("logging", "logging.handlers"):
+        note_logging(recording, fn, args)
     if args:
         _note_method(recording, fn.__name__, args[0])
+        note_inspection(recording, fn, args)
+        note_copy(recording, fn, args)
     recording.ask(fn, question_of(fn, args))
     is_ours = fn.__module__.partition(".")[0] in ("spmd", "mesh")
     for arg in args:
@@ -322,8 +346,6 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
         recording.mutate(owner)
     if name in ("getstate", "get_state") and isinstance(owner, (random.Random, np.random.RandomState)):
         recording.ask_all([((id(owner), name), f"{type(owner).__name__}.{name}()", functools.partial(exact_state, owner))])
-    if isinstance(owner, logging.Filterer):
-        _note_logging(recording, name, owner)
     if isinstance(owner, threading.Event):
         recording.load_attr(owner, "_flag")
         if name in ("set", "clear"):
@@ -333,16 +355,6 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
             for registry in (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
                 if registry is not None and handle.id in registry:
                     recording.delete_item(registry, handle.id)
-
-
-def _note_logging(recording: Recording, name: str, owner: Any) -> None:
-    """Record the writes of methods that configure a logger or handler. What others do is output."""
-    if name == "setLevel":  # also drops what loggers have cached
-        recording.journal.setting(owner, "level", f"the level of {owner!r}", lambda: owner.level, owner.setLevel)
-    elif name in ("addHandler", "removeHandler", "addFilter", "removeFilter"):
-        recording.mutate(owner.handlers if name.endswith("Handler") else owner.filters)
-    elif name == "setFormatter":
-        recording.store_attr(owner, "formatter")
 
 
 def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
@@ -366,6 +378,7 @@ def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
         _refuse_by_name(fn)
         _module_function(recording, fn, args)
     elif isinstance(owner, type):
+        require_no_address(fn, args)
         if owner is object and fn.__name__ == "__new__":
             return
         if fn.__name__ == "__subclasses__":
@@ -380,6 +393,9 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
     """Record a call of a function of a C module."""
     args: Any = given
     recording.ask(fn, question_of(fn, args))
+    note_copy(recording, fn, args)
+    if fn is builtins.__build_class__:
+        recording.load_attr(builtins, "__build_class__")
     if (fn is builtins.eval or fn is builtins.exec) and not any(isinstance(arg, dict) for arg in args[1:]):
         note_source(recording, args[0], user_frame(sys._getframe()))
     if fn is builtins.hash:
@@ -399,6 +415,8 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
         for arg in args:
             if fn is builtins.dir and isinstance(type(arg).__dir__, types.MethodDescriptorType):
                 ask_names(recording, arg, "the names", functools.partial(dir, arg))
+            elif fn is builtins.dir:
+                recording.read_deep(arg)
             recording.load_attr(arg, "__dict__")
             attributes = getattr(arg, "__dict__", None)
             if attributes is not None:
@@ -414,6 +432,26 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
         for arg in args:
             if not (fn is builtins.print and is_output(arg, "write")):
                 recording.read_deep(arg)
+
+
+def note_operand(recording: Recording, value: Any) -> None:
+    """Record what the operators of a class of Python's library read of an object of a class of the user's that inherits from it."""
+    if inherits_state(type(value)):
+        recording.read_deep(value)
+        if any(type(held) is Varying for held in (*(attributes_of(value) or {}).values(), *slots_of(value).values())):
+            raise NumbersNeeded
+
+
+def note_match(recording: Recording, value: Any, cls: type, names: tuple[str, ...], num_positional: int) -> Any:
+    """Record what `case cls(...)` reads of a value. Returns the value to use instead."""
+    ask_classes(recording, isinstance, (value, cls))
+    value = matched_value(value.concrete() if type(value) is Varying else value, bool(num_positional or names))
+    if num_positional:
+        recording.load_attr(cls, "__match_args__")
+    if isinstance(value, cls):
+        for name in (*getattr(cls, "__match_args__", ())[:num_positional], *names):
+            recording.load_attr(value, name)
+    return value
 
 
 def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
@@ -442,6 +480,9 @@ def _class_call(recording: Recording, cls: type, args: tuple[Any, ...]) -> None:
         if type(deleter := getattr(cls, "__del__", None)) is types.FunctionType and is_recorded(deleter.__module__):
             raise refused(f"{cls.__qualname__} has a __del__, which runs when the trace drops the object")
         recording.read_special_methods(cls)
+        note_lookup(recording, cls, args)
+        if isinstance(cls, abc.ABCMeta):
+            recording.load_attr(cls, "__abstractmethods__")
         for name in ("__new__", "__init__"):
             recording.load_attr(cls, name)
         makers = (getattr(type(cls), "__call__", None), cls.__new__, cls.__init__)  # noqa: B004 - the function of the metaclass

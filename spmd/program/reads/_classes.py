@@ -107,7 +107,7 @@ def ask_classes(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
             if type(cls) is not type:
                 recording.read_special_methods(cls) if isinstance(cls, type) else recording.read_class_of(cls)
                 if isinstance(cls, abc.ABCMeta):
-                    _ask_abstract(recording, type(args[0]) if fn is builtins.isinstance else args[0], cls)
+                    ask_abstract(recording, type(args[0]) if fn is builtins.isinstance else args[0], cls)
                     if getattr(cls, "_is_protocol", False) and fn is builtins.isinstance:
                         for name in _names_of(cls):
                             recording.load_attr(args[0], name)
@@ -121,7 +121,8 @@ def _classes_in(kinds: Any) -> Iterator[Any]:
         yield kinds
 
 
-def _ask_abstract(recording: Recording, cls: type, abstract: type) -> None:
+def ask_abstract(recording: Recording, cls: type, abstract: type) -> None:
+    """Record whether a class is a subclass of an abstract class."""
     place: Any = recording.places.setdefault(id(abc.ABCMeta), AbstractPlace())
     place.answers.setdefault((cls, abstract))  # answered after the trace, because `__subclasshook__` may be user code
 
@@ -143,4 +144,4 @@ def ask_names(recording: Recording, owner: Any, what: str, answer: Any) -> None:
         recording.places[key] = ContentPlace(owner, f"{what} of {recording.name_of(owner)}", lambda: tuple(answer()))
 
 
-__all__ = ["ORDER", "AbstractPlace", "ClassPlace", "SpecialPlace", "ask_classes", "ask_names", "registrations"]
+__all__ = ["ORDER", "AbstractPlace", "ClassPlace", "SpecialPlace", "ask_abstract", "ask_classes", "ask_names", "registrations"]

@@ -75,6 +75,19 @@ def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ..
         recording.advance(arg, f"passed to {name}()") if isinstance(arg, Iterator) else recording.read_content(arg)
 
 
+def note_in_place(recording: Recording, owner: Any, value: Any) -> None:
+    """Record what `owner += value` and the like read and write of a container."""
+    if not isinstance(owner, list):
+        recording.mutate(owner)
+        return
+    recording.read_content(value)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            recording.journal.append(owner, item, list.append, recording._title(owner))
+    else:
+        recording.mutate(owner)
+
+
 def update(recording: Recording, fn: Any, /, *given: Any, **named: Any) -> None:
     """Record and do `owner.update(*given, **named)`. Before the call, values of keywords cannot be told from a dict to copy."""
     owner = fn.__self__
@@ -88,4 +101,4 @@ def update(recording: Recording, fn: Any, /, *given: Any, **named: Any) -> None:
     fn(*given, **named)
 
 
-__all__ = ["CONTAINERS", "STORE", "note_method", "update"]
+__all__ = ["CONTAINERS", "STORE", "note_in_place", "note_method", "update"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import decimal
 import threading
 import types
 import weakref
@@ -15,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.program.reads._hidden_state import IN_MEMORY, stream_content
+from spmd.program.reads._decimal_flags import digits_of
+from spmd.program.reads._hidden_state import IN_MEMORY, SIGNALS, stream_content
+from spmd.program.reads._images import is_image, pixels_of
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import CDATA, PLAIN, ContentPlace, ValuePlace, content_of
 
@@ -75,6 +78,14 @@ def _reader_of(value: Any) -> Callable[[], Any] | None:
         return lambda: ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
     if isinstance(value, weakref.ReferenceType):
         return lambda: value() is None
+    if type(value) is SIGNALS:
+        return lambda: tuple(signal for signal, is_raised in value.items() if is_raised)
+    if isinstance(value, decimal.Context):
+        return lambda: digits_of(value)
+    if isinstance(value, np.void):
+        return lambda: (value.dtype.str, value.tobytes())
+    if is_image(value):
+        return lambda: pixels_of(value)
     if isinstance(value, threading.local):
         return threading.get_ident  # each thread has its own attributes
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import decimal
 import io
 import re
 import sys
@@ -16,17 +17,19 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from spmd.program.find._static import is_python_class
+from spmd.program.reads._images import is_part_of_image
 
 IN_MEMORY = (io.StringIO, io.BytesIO)
 _OUTPUT = frozenset(
     ("write", "writelines", "flush", "isatty", "fileno", "readable", "writable", "seekable", "__enter__", "__exit__", "close")
 )
 POINTER: Any = ctypes.POINTER(ctypes.c_int).__mro__[1]
+SIGNALS = type(decimal.Context().flags)  # of the flags and the traps of a context
 _HELD = re.compile(r"count=(\d+)")
-_HIDDEN = (type(re.compile("").scanner("")), contextvars.Context)  # type: ignore[attr-defined]
+_HIDDEN = (type(re.compile("").scanner("")), type(ctypes.byref(ctypes.c_int())), contextvars.Context)  # type: ignore[attr-defined]
 # modules of Python whose types in C are immutable, or recorded as containers, iterators, generators and settings
 _WITHOUT_HIDDEN_STATE = frozenset(
     (
@@ -75,7 +78,9 @@ def put_stream(stream: Any, content: tuple[Any, int] | None) -> None:
 @cache
 def has_hidden_state(cls: type) -> bool:
     """Whether objects of a class in C have state that Python cannot read and set."""
-    if cls is types.CoroutineType or cls in _HIDDEN or issubclass(cls, POINTER):
+    if cls is types.CoroutineType or cls in _HIDDEN or issubclass(cls, POINTER) or is_part_of_image(cls):
+        return True
+    if issubclass(cls, ctypes.Array) and issubclass(cast(type, cls._type_), POINTER):
         return True
     if issubclass(cls, (tuple, BaseException, Iterator)):
         return False
@@ -132,6 +137,7 @@ __all__ = [
     "IN_MEMORY",
     "LOCKS",
     "POINTER",
+    "SIGNALS",
     "has_hidden_state",
     "is_in_memory",
     "is_output",

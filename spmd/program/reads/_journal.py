@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from spmd.program.reads._hidden_state import IN_MEMORY, put_stream, stream_content
+from spmd.program.reads._hidden_state import IN_MEMORY, SIGNALS, put_stream, stream_content
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import CDATA, content_of, is_same, items_of, slot_value
 
@@ -333,6 +333,16 @@ def _put_environment(holder: Any, content: dict[str, str]) -> None:
     holder.update({name: value for name, value in content.items() if holder.get(name) != value})
 
 
+def _put_fields(holder: Any, content: tuple[Any, ...]) -> None:
+    for name, value in zip(holder.dtype.names, content, strict=True):
+        holder[name] = value
+
+
+def _put_signals(holder: Any, content: dict[Any, bool]) -> None:
+    for signal, is_on in content.items():
+        holder[signal] = is_on
+
+
 def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
     """Functions that copy the content of a container and restore a copy; None for other objects."""
     if isinstance(holder, dict):
@@ -382,6 +392,10 @@ def copier_of(holder: Any) -> tuple[Callable[[], Any], Put] | None:
         return partial(dict, holder), partial(_put_environment, holder)
     if isinstance(holder, ContextVar):
         return lambda: holder.get(ABSENT), lambda content: None if content is ABSENT else holder.set(content) and None
+    if isinstance(holder, np.void) and holder.dtype.names:
+        return holder.item, partial(_put_fields, holder)
+    if type(held := cast(Any, holder)) is SIGNALS:
+        return lambda: dict(held.items()), partial(_put_signals, held)
     if isinstance(holder, np.ndarray):
         return holder.copy, lambda content: holder.__setitem__(..., content)
     if isinstance(holder, IN_MEMORY):

@@ -2,7 +2,7 @@
 
 Code of a library is trusted to depend on its arguments alone. All that is passed to it counts as read, including all mutable objects
 inside. All other code is recorded instruction by instruction: the user's code, and libraries that keep state in Python which a trace
-reads (torch's modules, optimizers and distributions; `contextlib`, `queue`; Hugging Face; any unknown module).
+reads (torch's modules, optimizers and distributions; `contextlib`, `queue`, `string`; Hugging Face; any unknown module).
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ _WITHOUT_STATE = frozenset(
     {"logging", "warnings", "io", "_io", "builtins", "functools", "importlib", "inspect", "typing", "tempfile", "unittest", "__main__"}
 )
 _WITH_STATE = frozenset({"numpy", "scipy", "sklearn", "networkx", "sortedcontainers"})  # libraries whose objects change
+_PROPERTIES = (property, types.DynamicClassAttribute, enum.property)  # the last two: `value` and `name` of an enum's members
 _USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package, instrumented like user code
 _RECORDED = (  # parts of libraries that are instrumented
     *("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions"),
     *("torch.utils.data.dataset", "torch.utils.data.sampler"),
-    *("einops.layers", "einx.nn", "contextlib", "queue"),
+    *("einops.layers", "einx.nn", "contextlib", "queue", "string"),
 )
 
 
@@ -79,11 +80,16 @@ def is_library(module_name: str | None) -> bool:
     return bool(module_name) and module_name.partition(".")[0] in _LIBRARIES and not module_name.startswith(_USERS)
 
 
+def defines_tuples(module_name: str | None) -> bool:
+    """Whether functions of this module make named tuples."""
+    return str(module_name).startswith(_OF_TUPLES)
+
+
 @functools.cache
 def is_recorded(module_name: str | None) -> bool:
     """Whether functions of this module are instrumented."""
     if not is_library(module_name):
-        return module_name not in _OF_NAMESPACES and not str(module_name).startswith(_OF_TUPLES)
+        return module_name not in _OF_NAMESPACES and not defines_tuples(module_name)
     return any(module_name == name or str(module_name).startswith(name + ".") for name in _RECORDED)
 
 
@@ -106,7 +112,7 @@ def keeps_state(cls: type) -> bool:
 
 def is_library_property(found: Any) -> bool:
     """Whether an attribute of a class is a property that library code computes."""
-    return type(found) is property and type(found.fget) is types.FunctionType and not is_recorded(found.fget.__module__)
+    return type(found) in _PROPERTIES and type(found.fget) is types.FunctionType and not is_recorded(found.fget.__module__)
 
 
 def starts_trace(frame: types.FrameType) -> bool:

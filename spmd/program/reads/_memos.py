@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import gc
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.base._torch import pytree
+from spmd.program.reads._classes import ask_abstract
 from spmd.program.reads._parts import is_data
 from spmd.program.reads._places import PLAIN
 from spmd.program.reads._varying import Varying
@@ -21,23 +23,26 @@ if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 
-_FUNCTOOLS = functools.wraps.__code__.co_filename
+GENERIC = functools.wraps.__code__.co_filename  # the file with the code of generic functions
 _OF_TRACE = (torch.Tensor, torch.SymFloat, torch.SymInt)
 
 
-def read_registry(recording: Recording, fn: Any) -> None:
-    """Record the implementations of a generic function (`functools.singledispatch`); nothing for other functions."""
+def read_registry(recording: Recording, fn: Any, args: tuple[Any, ...] = ()) -> None:
+    """Record the implementations of a generic function (`functools.singledispatch`), and which a call of it selects."""
     registry = fn.__dict__.get("registry")
     if isinstance(registry, types.MappingProxyType):
         recording._title_of(registry, f"the implementations of {fn.__qualname__}")
         recording.read_content(registry)
+        for cls in registry if args else ():
+            if isinstance(cls, abc.ABCMeta):
+                ask_abstract(recording, type(args[0]), cls)
 
 
 def num_keys(fn: Any) -> int:
     """Number of leading arguments that `fn` uses as a key: all of a cached function, one of a generic function, else 0."""
     if isinstance(fn, functools._lru_cache_wrapper):
         return sys.maxsize
-    return int(type(fn) is types.FunctionType and fn.__code__.co_filename == _FUNCTOOLS)
+    return int(type(fn) is types.FunctionType and fn.__code__.co_filename == GENERIC)
 
 
 class Cache:
@@ -46,17 +51,19 @@ class Cache:
     Attributes:
         fn: the cached function.
         results: the dict of its results, by key.
-        lookups: calls that found a result from before the trace. Every call looks it up too: which result is evicted depends on that.
+        lookups: calls whose result stays in the cache. Every call looks it up too: which result is evicted depends on that.
+        is_running: whether a call of the function has not returned yet.
         made: tensors in results that the trace computed, each with its version at that time.
     """
 
     def __init__(self, fn: functools._lru_cache_wrapper[Any]) -> None:
         self.fn = fn
         self.results: dict[Any, Any] = next(o for o in gc.get_referents(fn) if type(o) is dict and o is not fn.__dict__)
-        self._before = frozenset(self.results)
+        self._kept = set(self.results)  # keys that later calls find too
         self.made: list[tuple[torch.Tensor, int]] = []
         self._of_trace: list[Any] = []
         self.lookups: list[Callable[[], Any]] = []
+        self.is_running = False
         self._is_first = True
         self._no_key = next(o for o in gc.get_referents(fn) if type(o) is object)
 
@@ -68,14 +75,18 @@ class Cache:
         a cached result would not write again; or it is a list or an object, which the cache keeps from then on.
         """
         misses, num_writes = self.fn.cache_info().misses, recording.journal.num_writes
-        result = self.fn(*args, **kwargs)
+        is_inner = any(cache.is_running for cache in recording.caches.values())  # later calls find the outer result
+        was_running, self.is_running = self.is_running, True
+        try:
+            result = self.fn(*args, **kwargs)
+        finally:
+            self.is_running = was_running
         key, title = self._key(args, kwargs), f"the cache of {self.fn.__qualname__}"
         if self.fn.cache_info().misses == misses:
-            if key in self._before:
+            if key in self._kept:
                 recording._title_of(self.results, title)
                 recording._read_item(recording.owned(self.fn, self.results), key)
-                if all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
-                    self.lookups.append(functools.partial(self.fn, *args, **kwargs))
+                self._repeat(args, kwargs, is_inner)
         elif _holds(result, Varying):
             self.results.pop(key, None)
             raise TypeError(f"{self.fn.__qualname__} caches its results, so it takes no Varying")  # traced again without varying numbers
@@ -86,7 +97,14 @@ class Cache:
             if is_of_trace:  # keep the key: the dict of a bounded cache holds links, which do not show their results
                 self._of_trace.append(key)
             self._note_tensors(result)
+        else:
+            self._kept.add(key)
+            self._repeat(args, kwargs, is_inner)
         return result
+
+    def _repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_inner: bool) -> None:
+        if not is_inner and all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
+            self.lookups.append(functools.partial(self.fn, *args, **kwargs))
 
     def _note_tensors(self, result: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]

@@ -1,4 +1,4 @@
-"""`sorted`, `min`, `max`, `filter` and `map` with a function of the user's or an `attrgetter`: of each item they read
+"""`sorted`, `min`, `max`, `filter` and `map` with a function of the user's, an `attrgetter` or the like: of each item they read
 only what that function returns.
 
 for callback in sorted(callbacks, key=lambda c: c.priority): ...   # other attributes of the callbacks are not guarded
@@ -7,12 +7,11 @@ for callback in sorted(callbacks, key=lambda c: c.priority): ...   # other attri
 from __future__ import annotations
 
 import builtins
-import operator
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from spmd.program.reads._attribute_readers import reader
+from spmd.program.reads._attribute_readers import is_reader, reader
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import PLAIN
 from spmd.program.reads._varying import Varying
@@ -51,7 +50,7 @@ def with_key_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> C
 def _is_recorded(value: Any) -> bool:
     if type(value) is types.FunctionType:
         return is_recorded(value.__module__)
-    return type(value) is operator.attrgetter or value is builtins.getattr
+    return is_reader(value)
 
 
 __all__ = ["with_key_function"]

@@ -19,14 +19,15 @@ import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of, is_python_class, slots_of, static_attribute
+from spmd.program.reads._images import images_in
 from spmd.program.reads._library import is_library, is_recorded, keeps_state
-from spmd.program.reads._places import PLAIN
+from spmd.program.reads._places import CDATA, PLAIN
 
 if TYPE_CHECKING:
     from spmd.program.reads._places_read import PlacesRead
 
 WITH_ITEMS = (dict, list, tuple, set, frozenset, collections.deque)
-_VIEWS = (np.ndarray, np.flatiter)
+_VIEWS = (np.ndarray, np.flatiter, np.void)
 _CONTAINERS = (list, dict, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _NOT_PLAIN = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, type)
 _WITHOUT_CODE = (object, *_CONTAINERS, typing.Generic, typing.Protocol, abc.ABC)
@@ -49,7 +50,10 @@ _WITH_PLACES = (
 def memory_owners(value: Any) -> Iterator[Any]:
     """The objects whose memory an array, an iterator over one or a memoryview shares, the nearest first."""
     while value is not None:
-        value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None) if isinstance(value, _VIEWS) else None
+        if isinstance(value, CDATA):  # a part of a structure or an array
+            value = value._b_base_
+        else:
+            value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None) if isinstance(value, _VIEWS) else None
         if isinstance(value, mmap.mmap):  # of an `np.memmap`
             return
         if value is not None:
@@ -88,6 +92,8 @@ def parts_of(value: Any, recording: PlacesRead) -> list[Any]:
         return [] if isinstance(value.__self__, (type, types.ModuleType)) else [value.__self__]
     if issubclass(kind, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
         return []
+    if images := images_in(value):
+        return images
     is_container = issubclass(kind, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
     if issubclass(kind, Iterator) or (is_library(kind.__module__) and not (is_container or keeps_state(kind))):
         return []
@@ -108,6 +114,15 @@ def _of_own_class(value: Any, kind: type, recording: PlacesRead) -> list[Any]:
         recording.read_slot(value, descriptor)
     attributes = recording.attributes(value)
     return [*([] if attributes is None else [attributes]), *slots.values()]
+
+
+@functools.cache
+def inherits_state(cls: type) -> bool:
+    """Whether a class of the user's inherits from one of Python's own classes whose methods read attributes of the object."""
+    if not is_recorded(cls.__module__):
+        return False
+    bases = [base for base in cls.__mro__ if is_python_class(base) and is_library(base.__module__) and not is_recorded(base.__module__)]
+    return any(keeps_state(base) and not {"__init__", "__new__"}.isdisjoint(vars(base)) for base in bases)
 
 
 def is_data(value: Any) -> bool:
@@ -197,6 +212,7 @@ def inside_c(value: Any) -> Iterator[Any]:
 
 __all__ = [
     "WITH_ITEMS",
+    "inherits_state",
     "inside_c",
     "is_data",
     "is_python",

@@ -436,7 +436,7 @@ class ContentPlace(Place):
         elif not self.holder.dtype.hasobject:
             shape, dtype, values, _ = self.content
             if (self.holder.shape, self.holder.dtype.str) == (shape, dtype):
-                self.holder[...] = np.frombuffer(values, dtype).reshape(shape)
+                self.holder[...] = np.frombuffer(values, self.holder.dtype).reshape(shape)
 
     def difference(self) -> str | None:
         now = self.read()

@@ -14,13 +14,16 @@ import torch
 
 from spmd.base._torch import get_unwrapped, is_functorch_wrapped_tensor
 from spmd.program.find._static import attributes_of, is_python_class
+from spmd.program.reads._builtin_attributes import read_module_attribute
 from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
 from spmd.program.reads._content_places import AttributePlace, content_place
+from spmd.program.reads._definitions import read_function
+from spmd.program.reads._enumerations import read_members_by_name
 from spmd.program.reads._host_bytes import host_bytes
 from spmd.program.reads._journal import Journal
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._outside import answer_place, setting_of
+from spmd.program.reads._outside import answer_place
 from spmd.program.reads._parts import WITH_ITEMS, is_data, objects_in
 from spmd.program.reads._places import (
     PLAIN,
@@ -266,7 +269,7 @@ class PlacesRead:
             owner = self._owners.get(id(holder))
             if owner is not None:
                 title = f"{self._title(owner)}.{{}}"
-            put = partial(type.__setattr__, owner) if isinstance(owner, type) else None
+            put = partial(type.__setattr__, owner) if isinstance(owner, type) and self._class_dicts(owner)[0] is holder else None
             is_of_attributes = owner is not None and attributes_of(owner) is holder
             place = self.places[id(holder)] = DictPlace(holder, title, put, owner if is_of_attributes else None)
         return place
@@ -361,12 +364,8 @@ class PlacesRead:
             self.places[id(value)] = ContentPlace(value, self._title(value), lambda: host_bytes(value))
 
     def read_function(self, fn: Any) -> None:
-        """Record the code and the defaults of a function, unless it is a library's."""
-        if isinstance(fn, types.MethodType):
-            fn = fn.__func__
-        if isinstance(fn, types.FunctionType) and is_recorded(fn.__module__):
-            self._title_of(fn, fn.__qualname__)
-            self._content(fn)
+        """Record the code and the defaults of a function, or of the functions in a descriptor, unless they are a library's."""
+        read_function(self, fn)
 
     def read_class_attribute(self, cls: Any, name: str) -> None:
         """Record the read of an attribute of a class: its own, of its bases, or of its metaclass."""
@@ -374,6 +373,7 @@ class PlacesRead:
         self._class_attribute(cls.__mro__, name)
         if type(cls) is not type:
             self._class_attribute(type(cls).__mro__, name)
+            read_members_by_name(self, cls, name)
         if isinstance(type.__dict__.get(name), types.GetSetDescriptorType):
             self.read_c_attribute(cls, name)
 
@@ -387,11 +387,7 @@ class PlacesRead:
 
     def read_module_attribute(self, module: types.ModuleType, name: str) -> None:
         """Record the read of an attribute of a module: an entry of its dict, or what its `__getattr__` gives."""
-        self._owners[id(module.__dict__)] = module
-        if type(module) is not types.ModuleType:
-            self.ask(module, setting_of(module, name, module.__name__))
-        for read in (name,) if name in module.__dict__ else (name, "__getattr__"):
-            self._entry(module.__dict__, read, module, ".")
+        read_module_attribute(self, module, name)
 
     def read_c_attribute(self, instance: Any, name: str, is_property: bool = False) -> None:
         """Record the read of an attribute that is stored in C, or of a property that a library computes."""

@@ -83,8 +83,11 @@ class PlacesWritten(PlacesRead):
         cls = type(instance)
         if name in MEMOS:
             return
-        if isinstance(instance, CDATA):
+        if isinstance(instance, (*CDATA, np.void)):
             self.mutate(instance)
+            return
+        if cls is types.CellType:
+            self.store_cell(instance, self._title(instance))
             return
         self.read_special_methods(cls)
         if isinstance(instance, type):

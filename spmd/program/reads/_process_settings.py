@@ -30,11 +30,12 @@ import torch
 
 from spmd.base._signals import handler_of
 from spmd.base._torch import print_options
+from spmd.program.reads._decimal_flags import digits_of
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._questions import COLLECTING, Question, questions_of_process, umask
 
 _MAX_DEPTH = 6
-_TEXTS = frozenset(map(id, (builtins.str, builtins.repr, builtins.format, builtins.ascii)))
+TEXTS = frozenset(map(id, (builtins.str, builtins.repr, builtins.format, builtins.ascii)))
 _METHODS_OF_TEXT = ("__str__", "__repr__", "__format__", "format", "format_map")
 _NUMPYS_TEXTS = ("array2string", "array_str", "array_repr", "format_float_positional", "format_float_scientific")
 
@@ -59,9 +60,7 @@ class Setting(NamedTuple):
 
 
 def _decimals(context: decimal.Context | None = None) -> Any:
-    context = context or decimal.getcontext()
-    digits = context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
-    return *digits, tuple(sorted(signal.__name__ for signal, is_on in context.traps.items() if is_on))
+    return digits_of(context or decimal.getcontext())
 
 
 def _plain(options: dict[str, Any]) -> Any:
@@ -201,7 +200,7 @@ def questions_of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
         return
     name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or ""
     owner = getattr(fn, "__self__", None)
-    if id(fn) in _TEXTS or name in _METHODS_OF_TEXT or (name in _NUMPYS_TEXTS and str(module).startswith("numpy")):
+    if id(fn) in TEXTS or name in _METHODS_OF_TEXT or (name in _NUMPYS_TEXTS and str(module).startswith("numpy")):
         yield from questions_of_text((owner, *args))
     if isinstance(owner, decimal.Context):
         yield ("decimals", id(owner)), "a decimal.Context", partial(_decimals, owner)
@@ -209,6 +208,9 @@ def questions_of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
         yield _DECIMALS
         if fn is decimal.getcontext:  # what is written to it is written to this object
             yield ("context",), "the object decimal.getcontext()", decimal.getcontext
+    elif module in ("csv", "_csv"):
+        for dialect in (arg for arg in args if isinstance(arg, str) and arg in csv.list_dialects()):
+            yield ("csv", dialect), f"csv.get_dialect({dialect!r})", partial(_dialect, dialect)
     elif module in ("locale", "_locale"):
         yield _LOCALE.question
     elif isinstance(fn, np.ufunc):
@@ -216,6 +218,14 @@ def questions_of_call(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
     elif name in ("warn", "warn_explicit") and module in ("warnings", "_warnings") and args:
         yield _of_warning(args)
     yield from questions_of_process(name, str(module), fn, args)
+
+
+def _dialect(name: str) -> Any:
+    try:
+        held = csv.get_dialect(name)
+    except csv.Error:  # it was unregistered
+        return None
+    return tuple(getattr(held, attribute) for attribute in dir(held) if not attribute.startswith("__"))
 
 
 def _of_warning(args: tuple[Any, ...]) -> Question:
@@ -237,4 +247,4 @@ def _actions(category: type[Warning], text: str) -> Any:
     return tuple(found)
 
 
-__all__ = ["HASHES", "SETTINGS", "Setting", "question_of_content", "questions_of_call", "questions_of_text", "setting_of_call"]
+__all__ = ["HASHES", "SETTINGS", "TEXTS", "Setting", "question_of_content", "questions_of_call", "questions_of_text", "setting_of_call"]

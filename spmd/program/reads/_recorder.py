@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import builtins
 import collections
 import collections.abc
@@ -16,24 +15,28 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from spmd.base._signals import handlers_run
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _observers, _parts, _swap
+from spmd.program.reads._builtin_attributes import note_builtin_attribute, origin_of
 from spmd.program.reads._c_methods import BY_NAME, note_c_attribute
 from spmd.program.reads._choices import Choice, choose
+from spmd.program.reads._container_methods import CONTAINERS, note_in_place
 from spmd.program.reads._content_places import CellPlace
+from spmd.program.reads._decimal_flags import Flags
+from spmd.program.reads._definitions import read_text_of
+from spmd.program.reads._enumerations import read_members
 from spmd.program.reads._heap import HEAP
-from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, has_hidden_state, is_output, lock_question
+from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, SIGNALS, has_hidden_state, is_output, lock_question
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
 from spmd.program.reads._memos import read_registry
 from spmd.program.reads._module_reads import RunModule
-from spmd.program.reads._number_calls import mapped_operand, matched_value, numpy_operand
+from spmd.program.reads._number_calls import mapped_operand, numpy_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._pending import operand
@@ -41,13 +44,14 @@ from spmd.program.reads._pending_outputs import with_outputs
 from spmd.program.reads._places import CDATA, Expected, Place, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
 from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
+from spmd.program.reads._pointed_memory import note_field
 from spmd.program.reads._process_settings import SETTINGS, question_of_content, questions_of_text
 from spmd.program.reads._questions import Question
 from spmd.program.reads._raised import make_plain
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import Replacements
 from spmd.program.reads._unseen import refuse_unseen
-from spmd.program.reads._varying import Varying, fixed, float_operand, is_noted, plain_key
+from spmd.program.reads._varying import fixed, float_operand, is_noted, plain_key
 from spmd.program.reads._varying_index import may_vary, read_at
 
 _CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
@@ -62,6 +66,7 @@ class Recording(PlacesWritten):
     Attributes:
         advanced: iterators that the trace advanced, by id, each with how.
         caches: functions of `functools.lru_cache` that were called, by id.
+        flags: the flags of decimal contexts.
         generators: random generators that a library received, by id, each with its state at that time.
         choice: the block that runs without a known condition. See Note [Choices].
         run_module: called as `run_module(module, run)`; returns `run()`, the result of the module's call.
@@ -75,6 +80,7 @@ class Recording(PlacesWritten):
         super().__init__(names, owners, ignored)
         self.advanced: dict[int, tuple[Any, str]] = {}
         self.caches: dict[int, Any] = {}
+        self.flags = Flags()
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.choice: Choice | None = None
         self.run_module: RunModule = lambda module, run: run()
@@ -102,6 +108,7 @@ class Recording(PlacesWritten):
         for name in {module, module.partition(".")[0]} if level == 0 else ():
             if name in sys.modules:
                 self._entry(sys.modules, name, "sys.modules", "[")
+        self.load_attr(builtins, "__import__")
 
     def load_cell(self, cell: Any, name: str) -> None:
         self.seen[id(cell)] = cell
@@ -134,8 +141,7 @@ class Recording(PlacesWritten):
             self.read_special_methods(instance.__self_class__)
             self._class_attribute(mro[mro.index(instance.__thisclass__) + 1 :], name)
         elif cls.__module__ == "builtins" and cls is not types.FunctionType and not issubclass(cls, BaseException):
-            if cls is types.GeneratorType and name in ("gi_frame", "gi_running", "gi_yieldfrom", "gi_suspended"):
-                self.advance(instance, f"asked for its {name}")
+            note_builtin_attribute(self, instance, name)
         else:
             self._instance_attribute(instance, cls, name)
             if cls in WITH_PARTS and name in ("__kwdefaults__", "keywords"):
@@ -144,6 +150,8 @@ class Recording(PlacesWritten):
                 self._owners[id(attributes)] = instance
 
     def _instance_attribute(self, instance: Any, cls: type, name: str) -> None:
+        if (origin := origin_of(instance)) is not instance:  # `Holder[int].name`
+            self.load_attr(origin, name)
         self.read_class_of(instance)
         found = self._class_attribute(cls.__mro__, name)
         if not _parts.is_recorded_descriptor(found):
@@ -158,7 +166,7 @@ class Recording(PlacesWritten):
         elif is_library_property(found):
             self.read_c_attribute(instance, name, is_property=True)
         elif isinstance(instance, CDATA):
-            self._content(instance)
+            note_field(self, instance, name)
         if isinstance(found, types.MemberDescriptorType):
             self.read_slot(instance, found)
         elif not hasattr(type(found), "__set__"):  # a property is Python code: its reads are recorded when it runs
@@ -227,8 +235,9 @@ class Recording(PlacesWritten):
     def _operands(self, left: Any, right: Any) -> Any:
         left = operand(left, right)
         left = float_operand(left, right) if is_noted(right) else numpy_operand(left, right)
-        self.read_content(left)
-        self.read_content(right)
+        for value in (left, right):
+            self.read_content(value)
+            _calls.note_operand(self, value)
         if type(left) is str and type(right) not in QUIET - {tuple}:  # "%s" % right
             self.ask_all(questions_of_text(right))
         return left
@@ -236,6 +245,7 @@ class Recording(PlacesWritten):
     def read_text(self, value: Any) -> None:
         """Before a value is converted to text."""
         self.ask_identity(value)  # a default `__repr__` shows the address
+        read_text_of(self, value)
         self.iterate(value)
         self.ask_all(questions_of_text(value))
 
@@ -246,16 +256,9 @@ class Recording(PlacesWritten):
 
     def operate_in_place(self, left: Any, right: Any) -> Any:
         """Before `left += right` and the like. Returns the left operand to use instead."""
-        if isinstance(left, list):
-            self.read_content(right)
-            for item in right if isinstance(right, (list, tuple)) else ():
-                self.journal.append(left, item, list.append, self._title(left))
-            if not isinstance(right, (list, tuple)):
-                self.mutate(left)
-            return left
-        if isinstance(left, (dict, set, collections.deque, bytearray, array.array, np.ndarray)):
-            self.mutate(left)
-        return self._operands(left, right)
+        if isinstance(left, CONTAINERS):
+            note_in_place(self, left, right)
+        return left if isinstance(left, list) else self._operands(left, right)
 
     def iterate(self, value: Any) -> None:
         value = resolved(value)
@@ -307,8 +310,12 @@ class Recording(PlacesWritten):
             self.read_content(value.data)
         elif isinstance(value, type):
             self.read_special_methods(value)
+            read_members(self, value)
+        elif cls is SIGNALS and value is decimal.getcontext().flags:
+            self.flags.require_cleared(value)
         elif not isinstance(value, _CODE):
             self.read_class_of(value)
+            read_members(self, value)
             if not self._content(value) and not is_recorded(cls.__module__):
                 for part in _parts.parts_of(value, self):  # a container of a library's class
                     self.read_deep(part)
@@ -335,7 +342,7 @@ class Recording(PlacesWritten):
             return
         if id(value) not in self._ignored:
             self.read_content(value)
-            if isinstance(value, (*_calls.CONTAINERS, *CDATA)) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
+            if isinstance(value, (*CONTAINERS, *CDATA, SIGNALS)) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
                 self.journal.content(value, self._title(value))
         of_class = self.read_classes(value if isinstance(value, type) else type(value))
         for part in (*_parts.parts_of(value, self), *_parts.memory_owners(value), *of_class):
@@ -369,14 +376,7 @@ class Recording(PlacesWritten):
 
     def match_class(self, value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:
         """Before `case cls(...)` is matched against a value. Returns the value to use instead."""
-        _calls.ask_classes(self, isinstance, (value, cls))
-        value = matched_value(value.concrete() if type(value) is Varying else value, bool(num_positional or names))
-        if num_positional:
-            self.load_attr(cls, "__match_args__")
-        if isinstance(value, cls):
-            for name in (*getattr(cls, "__match_args__", ())[:num_positional], *names):
-                self.load_attr(value, name)
-        return value
+        return _calls.note_match(self, value, cls, names, num_positional)
 
     def _find_made(self) -> None:
         """Find the objects that the trace created, and those that existed before although the garbage collector does not know them."""
@@ -403,6 +403,7 @@ class Recording(PlacesWritten):
         bound = fn.__self__ if type(fn) is types.MethodType else fn
         self._arguments = [*_parts.nested((args, kwargs)), bound, decimal.getcontext()]  # which the collector may not track
         before = _hooks.start(self)
+        self.flags.use(decimal.getcontext())
         try:
             with handlers_run():
                 result = self.call(fn, *args)(*args, **kwargs)
@@ -410,6 +411,7 @@ class Recording(PlacesWritten):
             make_plain(error)
             raise
         finally:
+            self.flags.restore()
             _hooks.stop(before)
             self._find_made()
         refuse_unseen(self)
@@ -468,7 +470,8 @@ class Recording(PlacesWritten):
         def is_read(holder: Any, key: Any) -> bool:
             return (place := self.place_of(holder, key)) is not None and place.has_read(key)
 
-        return with_outputs(self.journal.effects(self.is_before, is_read), self.journal.outputs, self.is_before)
+        found = self.journal.effects(self.is_before, is_read) + self.flags.effects(self.is_before)
+        return with_outputs(found, self.journal.outputs, self.is_before)
 
 
 @contextmanager

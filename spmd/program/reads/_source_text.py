@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 def note_source(recording: Recording, source: Any, frame: types.FrameType) -> None:
     """Record what code that is evaluated in `frame` reads and writes there."""
+    _note(recording, source, frame.f_locals, frame.f_globals)
+
+
+def note_text(recording: Recording, text: str, variables: dict[str, Any]) -> None:
+    """Record what a text reads that is evaluated with the variables of a module."""
+    _note(recording, text, variables, variables)
+
+
+def _note(recording: Recording, source: Any, own: Any, variables: dict[str, Any]) -> None:
     if not isinstance(source, types.CodeType):
         try:
             source = compile(source, "<string>", "exec")
@@ -26,11 +35,11 @@ def note_source(recording: Recording, source: Any, frame: types.FrameType) -> No
     for code in _codes_in(source):
         found: list[Any] = []
         for name in code.co_names:
-            if name in frame.f_locals and frame.f_locals is not frame.f_globals:
-                found.append(frame.f_locals[name])
+            if name in own and own is not variables:
+                found.append(own[name])
             else:
-                recording.load_global(frame.f_globals, name)
-                found.append(frame.f_globals.get(name))
+                recording.load_global(variables, name)
+                found.append(variables.get(name))
         for value in found:  # and their attributes of these names, which are added to the list
             recording.read_deep(value)
             attributes = attributes_of(value) or {}
@@ -40,7 +49,7 @@ def note_source(recording: Recording, source: Any, frame: types.FrameType) -> No
                     found.append(attributes[name])
         for instruction in dis.get_instructions(code):
             if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                recording.store_global(frame.f_globals, instruction.argval)
+                recording.store_global(variables, instruction.argval)
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -50,4 +59,4 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes_in(part)
 
 
-__all__ = ["note_source"]
+__all__ = ["note_source", "note_text"]

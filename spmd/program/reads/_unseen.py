@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spmd.program.reads._hidden_state import IN_MEMORY
+from spmd.program.reads._images import is_image, put_pixels
 from spmd.program.reads._memos import require_unwritten
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import ContentPlace
@@ -47,6 +48,9 @@ def _refuse_unseen_write(recording: Recording, place: ContentPlace) -> None:
         place.put_back()
         what = f"{place.title} was written to by code that is not recorded"
         raise written_tensor(place) if isinstance(held, torch.Tensor) else refused(what)
+    elif is_image(held) and place.difference() is not None:
+        put_pixels(held, place.content)
+        raise refused(f"{place.title}, an image, was written to")
 
 
 def _is_endless(iterator: Any) -> bool:

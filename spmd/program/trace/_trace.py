@@ -35,7 +35,7 @@ from spmd.program.optim._preparation import drop_unused_state, traceable
 from spmd.program.optim._state_rules import stored_like
 from spmd.program.optim._traced_state import Action, TracedState
 from spmd.program.reads import Effect, NumbersNeeded, Place, Recording, Replacements, guard_places, recorded
-from spmd.program.reads._library import is_of_python
+from spmd.program.reads._library import is_library, is_of_python
 from spmd.program.reuse import _guards
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._arguments import BoundArguments
@@ -128,6 +128,7 @@ class FunctionLeft:
     num_outputs: int = 0
 
 
+_OF_NUMBERS = ("'int' object has no attribute", "'float' object has no attribute")
 _PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     report_compiling,
     barrier_on_recompute,
@@ -145,6 +146,12 @@ def is_raised_in_python(error: Exception) -> bool:
     """Whether a function of Python's library raised the error, from what an object of its classes holds."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return is_of_python(frames[-1].f_globals.get("__name__"))
+
+
+def is_raised_in_library(error: Exception) -> bool:
+    """Whether a function of a library raised the error: it may not take a number that varies, which an object of the user's holds."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return is_library(frames[-1].f_globals.get("__name__"))
 
 
 @dataclass
@@ -252,8 +259,10 @@ class Trace:
         No exception is bound to a name: it would keep its frame alive, and the frame the values of the function.
         """
         text = str(error)
+        if self.numbers.has_varying and isinstance(error, RecursionError):  # of JSON's encoder, which asks for each number again
+            raise NumbersNeeded from error
         if not isinstance(error, (TypeError, IndexError, AttributeError, RuntimeError)):
-            if self.numbers.has_varying and ("Varying" in text or is_raised_in_python(error)):
+            if self.numbers.has_varying and ("Varying" in text or "Circular reference" in text or is_raised_in_python(error)):
                 raise NumbersNeeded from error
             return
         if isinstance(error, TraceError) and recorder.knows_counts():
@@ -266,10 +275,13 @@ class Trace:
                 raise CountsNeeded from error
             if names_number:
                 raise needs_value("number (for a method)", line_of(error)) from error
+            if self.numbers.has_varying and text.startswith(_OF_NUMBERS):
+                raise NumbersNeeded from error
             return
         # an object whose `__index__` returns a varying number; a slice; a size, which C++ reports as a missing argument
         is_index = any(words in text for words in ("only integers, slices", "slice indices must be integers", "positional argument but"))
-        if "Varying" in text or ((names_number or is_index) and self.numbers.has_varying):
+        is_of_library = type(error) is TypeError and not names_number and is_raised_in_library(error)
+        if "Varying" in text or ((names_number or is_index or is_of_library) and self.numbers.has_varying):
             raise NumbersNeeded from error
         if recorder.knows_counts():
             raise CountsNeeded from error
