@@ -183,7 +183,7 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
         yield "word", "__globals__", value.__globals__
     if isinstance(value, _WITH_WORDS):
         yield from (("word", word, getattr(value, word)) for word in _WORDS if hasattr(value, word))
-    if isinstance(value, torch.Tensor) and value.grad is not None:
+    if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
         yield "grad", None, value.grad
     attributes = attributes_of(value)
     if attributes is not None and (id(attributes) in read or not isinstance(value, types.FunctionType)):  # torch caches in functions' dicts

@@ -38,12 +38,12 @@ def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
     Raises:
         NotStorable: an argument has no text.
     """
-    code = getattr(fn, "__func__", fn)
+    code: Any = fn.__func__ if type(fn) is types.MethodType else fn
     about = code_digest(code_of(code)) if isinstance(code, types.FunctionType) else description(type(fn))
     devices = [(d.id, d.platform, d.device_kind) for d in client.devices()]
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "dir" not in k}
     parts = (
-        *("trace 1", name, getattr(code, "__module__", None), about, repr(options), _text(key), devices, client.platform_version),
+        *("trace 1", name, about, repr(options), _text(key), devices, client.platform_version),
         *(sys.version, platform.machine(), jax.__version__, torch.__version__, in_force.check_indices, sorted(settings.items(), key=repr)),
         *(_settings_of_torch(), sorted(program_environment(_FLAGS).items()), _own_files()),
     )

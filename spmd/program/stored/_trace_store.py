@@ -194,6 +194,8 @@ class TraceStore:
             content = written(self._record(program, tensors), search, set(map(id, _live(captured))), tensors)
         except NotStorable as error:
             _log.debug("the trace is not stored: it depends on %s", error)
+        except Exception as error:  # an object of the program that cannot even be looked at
+            _log.debug("the trace is not stored: %s: %s", type(error).__name__, error)
         else:
             files.put(self._place(files), content)
         finally:
