@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 
 from mesh.platform._jax_runtime import missing
@@ -23,6 +24,7 @@ try:
     from jax._src.compiler import get_compile_options as _get_compile_options
     from jax._src.interpreters.pxla import UnloadedMeshExecutable as _UnloadedMeshExecutable
     from jax._src.lib import _jax as _xla  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib import lapack as _lapack  # pyright: ignore[reportPrivateImportUsage]
     from jax._src.named_sharding import UNSPECIFIED as unspecified
 except ImportError as error:
     raise missing(str(error)) from error
@@ -138,10 +140,17 @@ def written(compiled: Any) -> Written:
 
 
 def loaded(executable: Written, client: Any, device_ids: Sequence[int]) -> Any:
-    """Deserialize an executable for the devices with these ids."""
+    """Deserialize an executable for the devices with these ids.
+
+    Its calls of LAPACK are null pointers until jax has looked up the functions, which it does when it lowers such a call. The process
+    ended by a segmentation fault otherwise.
+    """
     by_id = {device.id: device for device in client.devices()}
     devices = _xla.DeviceList(tuple(by_id[number] for number in device_ids))
-    return client.deserialize_executable(executable.plain(), executable_devices=devices)
+    plain = executable.plain()
+    if client.platform == "cpu" and b"lapack_" in plain:
+        _lapack.prepare_lapack_call("potrf_ffi", np.dtype(np.float32))
+    return client.deserialize_executable(plain, executable_devices=devices)
 
 
 __all__ = [
