@@ -219,9 +219,14 @@ class Program(Executable):
         """Seconds spent preparing optimizers, tracing, lowering and compiling."""
         return Timings(*self._spent, self.compilation.lower_s, self.compilation.result()[1])
 
-    def repeats_left(self) -> list[Loop]:
-        """The repeated equations of a program without loops, each with the reason why it is not a loop."""
-        return repeats_left(self.captured, self.devices.platform) if self._stored is None else self._stored.loops
+    @property
+    def loops(self) -> list[Loop]:
+        """The repeated parts, and why a part is not a loop."""
+        if self._stored is not None:
+            return self._stored.loops
+        if self.rolled is None:
+            return repeats_left(self.captured, self.devices.platform) if self.options.roll == "auto" else []
+        return self.rolled.loops
 
     def _require_sound(self, compiled: Any) -> None:
         if self.devices.are_paced:

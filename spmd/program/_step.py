@@ -385,10 +385,7 @@ class Step(CopiedStep, Generic[P, R]):
     @property
     def rolled(self) -> list[Loop]:
         """The repeated parts of the latest program, and why a part is not a loop; empty with `roll=False`."""
-        program = self._program
-        if program.rolled is None:
-            return program.repeats_left() if self._options.roll == "auto" else []
-        return program.rolled.loops
+        return self._program.loops
 
     def collectives(self) -> _hlo.CollectiveReport:
         """The collectives of the latest program: kind, count, bytes and mesh axes, read from its HLO."""

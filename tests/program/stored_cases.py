@@ -1,11 +1,4 @@
-"""Compiled functions in two processes: one traces them, and the other uses the stored traces. Run with a cache folder and a variant.
-
-    python tests/program/stored_cases.py FOLDER first|same|changed [CASE ...]
-
-Each case is a function of a device, a way to compile, and whether something that the trace reads is other than in the first process. It
-returns values, which must be those of CPU torch in every process. The script prints, for each case, the difference from CPU torch (None if
-there is none), and the number of traces.
-"""
+"""Cases of values, functions, modules and optimizers. See `stored_harness`."""
 
 from __future__ import annotations
 
@@ -14,12 +7,9 @@ import contextvars
 import dataclasses
 import enum
 import functools
-import json
 import logging
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,9 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-Values = list[Any]
-Case = Callable[[str, Callable[[Any], Any], bool], Values]
-CASES: dict[str, Case] = {}
+from tests.program.stored_harness import Values, calls, case, trained
+
 SCALE = 2.0
 TABLE = {"scale": 2.0, "names": ["a", "b"]}
 ACTIVATION: Any = torch.relu
@@ -37,17 +26,6 @@ VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE")
 COUNTS = {"steps": 0}
 LOGGED: list[str] = []
 log = logging.getLogger("stored_cases")
-
-
-def case(run: Case) -> Case:
-    CASES[run.__name__] = run
-    return run
-
-
-def calls(step: Any, device: str, count: int = 2) -> Values:
-    """Results of a function of one tensor, called several times."""
-    x = torch.arange(12, dtype=torch.float32).reshape(3, 4).to(device) / 7 - 0.6
-    return [step(x) for _ in range(count)]
 
 
 class Block(nn.Module):
@@ -185,19 +163,6 @@ def modules_in_another_order(device: str, wrap: Any, changed: bool) -> Values:
     blocks = [Block(1.0), Other(2.0)]
     model = nn.Sequential(*(blocks[::-1] if changed else blocks)).to(device)
     return calls(wrap(lambda x: model(x)), device)
-
-
-def trained(model: nn.Module, optimizer: Any, wrap: Any, device: str, count: int = 3) -> Values:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step.__name__ = sys._getframe(1).f_code.co_name  # traces of different cases are not those of one function
-    losses = calls(wrap(step), device, count)
-    return [*losses, *(p.detach() for p in model.parameters()), *(v for s in optimizer.state.values() for v in s.values())]
 
 
 @case
@@ -433,37 +398,3 @@ def a_cached_property(device: str, wrap: Any, changed: bool) -> Values:
     if changed:
         lazy.__dict__["scale"] = 5.0
     return calls(wrap(lambda x: x * lazy.scale), device)
-
-
-def differences(found: Any, expected: Any) -> Iterator[str]:
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if isinstance(other, torch.Tensor):
-            if not torch.allclose(one.cpu(), other, rtol=1e-5, atol=1e-6):
-                yield f"value {i} is {one.flatten()[:3].tolist()}, on the CPU {other.flatten()[:3].tolist()}"
-        elif one != other or type(one) is not type(other):
-            yield f"value {i} is {one!r}, on the CPU {other!r}"
-
-
-def main(folder: str, variant: str, *names: str) -> None:
-    import spmd
-
-    spmd.configure(cache_dir=folder)
-    found: dict[str, tuple[str | None, int]] = {}
-    for name in names or CASES:
-        run, steps = CASES[name], []
-
-        def wrap(fn: Any, steps: Any = steps) -> Any:
-            steps.append(spmd.compile(fn, on_retrace="warn"))
-            return steps[-1]
-
-        try:
-            expected = run("cpu", lambda fn: fn, variant == "changed")
-            difference = next(differences(run("jax", wrap, variant == "changed"), expected), None)
-        except Exception as error:
-            difference = f"{type(error).__name__}: {error}"
-        found[name] = difference, sum(step.num_traces for step in steps)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -36,12 +36,13 @@ from spmd.program.reads._guard import guard_places
 from spmd.program.reads._heap import made_in_trace
 from spmd.program.reads._hooks import python_writes
 from spmd.program.reads._journal import Effect, Writes, is_same_content
-from spmd.program.reads._library import is_library
+from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace, ObjectPlace, PartPlace, with_inputs
 from spmd.program.reads._parts import is_data, objects_in
 from spmd.program.reads._pending import Pending
 from spmd.program.reads._places import PLAIN, Place, content_of, items_of, shown
+from spmd.program.reads._process_only import ONLY_HERE
 from spmd.program.reads._questions import COLLECTING, uncollected
 from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, Replacements, changes, touched_by
@@ -55,6 +56,7 @@ __all__ = [
     "COLLECTING",
     "INPUT",
     "LENGTH",
+    "ONLY_HERE",
     "PLAIN",
     "SPECIAL",
     "Effect",
@@ -79,6 +81,7 @@ __all__ = [
     "is_data",
     "is_library",
     "is_noted",
+    "is_recorded",
     "is_same_content",
     "items_of",
     "made_in_trace",

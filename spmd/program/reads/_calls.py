@@ -66,7 +66,8 @@ from spmd.program.reads._parts import inherits_state, is_sized
 from spmd.program.reads._pending_calls import for_pending
 from spmd.program.reads._pending_outputs import require_no_late_output, user_frame
 from spmd.program.reads._pointed_memory import require_no_address
-from spmd.program.reads._process_settings import HASHES, TEXTS, questions_of_call, setting_of_call
+from spmd.program.reads._process_only import ADDRESSES, question_of_hashes, questions_of_output
+from spmd.program.reads._process_settings import TEXTS, questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
 from spmd.program.reads._source_text import note_source
@@ -147,7 +148,7 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         of_fn = question_of(fn.__func__, (fn.__self__, *args)) if kind is types.MethodType else question_of(fn, args)
         asked = [question[0] for question in (of_fn, *files) if question is not None]
         require_no_late_output(recording, [args[0]] if id(fn) in _OF_FILES and args else [key[1] for key in asked if key[0] == "file"])
-    recording.ask_all((*questions_of_call(fn, args), *files))
+    recording.ask_all((*questions_of_call(fn, args), *questions_of_output(fn, args), *files))
     if id(fn) in TEXTS:
         read_text_of(recording, args[0] if args else None)
     if (setting := setting_of_call(fn, args)) is not None:
@@ -364,6 +365,7 @@ def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
         if fn is builtins.id:
             recording.require_no_key(*args)
             recording.ask_identity(*args)
+            recording.ask(fn, ADDRESSES)
         if args and fn in _ASK_CLASSES:
             ask_classes(recording, fn, args)
         return
@@ -401,7 +403,7 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
     if fn is builtins.hash:
         recording.require_no_key(*args)
         recording.ask_identity(*args)
-        recording.ask(fn, HASHES)
+        recording.ask(fn, question_of_hashes(args))
     elif (fn is operator.is_ or fn is operator.is_not) and len(args) == 2:
         recording.note_pair(*args)
     if fn in (builtins.getattr, builtins.hasattr) and len(args) >= 2 and isinstance(args[1], str):

@@ -42,12 +42,17 @@ class FunctionPlace(ContentPlace):
 
 
 class AttributePlace(ValuePlace):
-    """An attribute that is stored in C: a function's name, an array's shape."""
+    """An attribute that is stored in C: a function's name, an array's shape.
 
-    __slots__ = ("getter",)
+    Attributes:
+        name: its name.
+        getter: reads it.
+    """
+
+    __slots__ = ("getter", "name")
 
     def __init__(self, instance: Any, name: str, title: str) -> None:
-        self.getter = attrgetter(name)
+        self.name, self.getter = name, attrgetter(name)
         super().__init__(instance, title, lambda: getattr(instance, name, ABSENT))
 
 

@@ -42,8 +42,7 @@ def membership_key(recording: Recording, item: Any, holder: Any) -> Any:
             title = f"{recording._title(holder)}[{{!r}}]"
             recording._dict(holder, title).present.setdefault(item, dict.__contains__(holder, item))
     elif type(holder) in (set, frozenset):  # without a question about its order
-        if not recording._is_ignored(holder):
-            recording._content(holder)
+        recording._content(holder)
     else:
         recording.read_content(holder)
     return item

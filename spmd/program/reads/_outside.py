@@ -116,7 +116,7 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
         return (id(fn), *map(os.fspath, paths)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, paths)
     if name in _ASKS_OF_PATHS and (is_method or module in ("posixpath", "ntpath")) and isinstance(path, (str, pathlib.Path)):
         return (name, *map(str, args)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, args)
-    if (is_method and name in _READS_OF_PATHS and not _writes(name, args)) or id(fn) in _READS_FILES:
+    if (is_method and name in _READS_OF_PATHS and not opens_to_write(name, args)) or id(fn) in _READS_FILES:
         return _question_of_file(path)
     return None
 
@@ -127,13 +127,13 @@ def questions_of_files(fn: Any, args: tuple[Any, ...]) -> list[Question]:
     open(path, encoding="latin-1"); codecs.open(path); gzip.open(path); shutil.copy(path, other)
     """
     module = getattr(fn, "__module__", None) or type(getattr(fn, "__self__", None)).__module__
-    if not (fn is builtins.open or is_of_python(module)) or _writes(getattr(fn, "__name__", ""), args):
+    if not (fn is builtins.open or is_of_python(module)) or opens_to_write(getattr(fn, "__name__", ""), args):
         return []
     found = [_question_of_file(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike)) and _is_data(arg)]
     return [] if found and question_of(fn, args) is not None else found  # one that asks less: `os.path.exists`
 
 
-def _writes(name: str, args: tuple[Any, ...]) -> bool:
+def opens_to_write(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a call of a function called `name` opens a file to write: the file is written only while the function is traced."""
     if name != "open":
         return False

@@ -32,6 +32,7 @@ from spmd.base._signals import handler_of
 from spmd.base._torch import print_options
 from spmd.program.reads._decimal_flags import digits_of
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._process_only import question_of_hashes
 from spmd.program.reads._questions import COLLECTING, Question, questions_of_process, umask
 
 _MAX_DEPTH = 6
@@ -92,7 +93,6 @@ _DECIMALS: Question = ("decimals",), "decimal.getcontext()", _decimals
 _ERRORS = Setting("np.geterr()", lambda: tuple(np.geterr().items()), lambda modes: np.seterr(**dict(modes)) and None)
 _OF_NUMPY = Setting("np.get_printoptions()", lambda: _plain(dict(np.get_printoptions())), _put_numpys_text)
 _OF_TORCH = Setting("torch.set_printoptions()", lambda: _plain(print_options()), lambda options: print_options().update(options))
-HASHES: Question = ("hashes",), "the hashes of strings", lambda: hash("spmd")  # each process has others, and other orders of sets
 _LOCALE = Setting("locale.setlocale()", _locale, _put_locale)
 _FILTERS = Setting("the filters of warnings", lambda: tuple(warnings.filters), _put_filters)
 SETTINGS: dict[int, Setting] = {  # by id of the function that sets each
@@ -172,7 +172,7 @@ def setting_of_call(fn: Any, args: tuple[Any, ...]) -> Setting | None:
 def question_of_content(value: Any, cls: type) -> Question | None:
     """The setting that operations on an object of class `cls` read; None if there is none."""
     if cls is set or cls is frozenset:
-        return HASHES if len(value) > 1 and not all(type(v) in (int, bool) for v in value) else None
+        return question_of_hashes(value) if len(value) > 1 else None
     return _question_of_class(cls)
 
 
@@ -247,4 +247,4 @@ def _actions(category: type[Warning], text: str) -> Any:
     return tuple(found)
 
 
-__all__ = ["HASHES", "SETTINGS", "TEXTS", "Setting", "question_of_content", "questions_of_call", "questions_of_text", "setting_of_call"]
+__all__ = ["SETTINGS", "TEXTS", "Setting", "question_of_content", "questions_of_call", "questions_of_text", "setting_of_call"]

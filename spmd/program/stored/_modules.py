@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Modules(NamedTuple):
     def loaded() -> Modules:
         """The modules of this process."""
         names = [name for name in list(sys.modules) if not _is_on_demand(name)]
-        return Modules({name: _seen(getattr(sys.modules[name], "__file__", None)) for name in names}, frozenset(_of_traces))
+        return Modules({name: _seen(_file_of(sys.modules[name])) for name in names}, frozenset(_of_traces))
 
     def differing(self) -> str | None:
         """The name of a module that this process does not have like these; None if there is none."""
@@ -50,6 +51,11 @@ def note_trace(before: Collection[str]) -> None:
 def _is_on_demand(name: str) -> bool:
     root = name.partition(".")[0]
     return root in sys.stdlib_module_names or root in _ON_DEMAND
+
+
+def _file_of(module: Any) -> Any:
+    """The file of a module. What else is in `sys.modules` may compute its attributes."""
+    return vars(module).get("__file__") if issubclass(type(module), types.ModuleType) else None
 
 
 def _seen(file: Any) -> tuple[Any, ...]:

@@ -19,14 +19,23 @@ import torch
 
 from spmd.program.find._static import attributes_of, is_python_class, slots_of
 from spmd.program.reads import PLAIN, SPECIAL, code_of, content_of, items_of
-from spmd.program.stored._description import NotStorable, description, importable, is_ours
+from spmd.program.stored._description import NotStorable, description, has_own_attributes, importable, is_a, is_ours
 
 Node = tuple[int | None, str, Any]  # the parent's position in the table, or None for a root; the kind of the step; its key
 _LARGEST = 100_000  # items of a container that is searched
 _MOST = 1_000_000  # objects that are searched
-_WORDS = ("__func__", "__self__", "fget", "fset", "fdel", "func", "args", "keywords", "__defaults__", "__kwdefaults__", "__wrapped__")
-_WITH_WORDS = (types.FunctionType, types.MethodType, property, staticmethod, classmethod, functools.partial)
-_LISTS = (list, tuple, collections.deque)
+_WORDS: dict[type, tuple[str, ...]] = {  # attributes in C of objects of a class
+    types.FunctionType: ("__globals__", "__defaults__", "__kwdefaults__"),
+    types.MethodType: ("__func__", "__self__"),
+    types.BuiltinFunctionType: ("__self__",),
+    types.MethodWrapperType: ("__self__",),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.partial: ("func", "args", "keywords"),
+    type(functools.lru_cache(lambda: None)): ("__wrapped__",),
+}
+_SEQUENCES = (list, tuple, collections.deque)
 
 
 def dict_of(owner: Any) -> Any:
@@ -38,7 +47,7 @@ def _global(_: Any, key: tuple[str, str]) -> Any:
     found: Any = sys.modules[key[0]]
     for name in key[1].split(".") if key[1] else ():
         found = inspect.getattr_static(found, name)
-    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+    return found.__func__ if is_a(found, (staticmethod, classmethod)) else found
 
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
@@ -46,7 +55,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "dict": lambda owner, _: dict_of(owner),
     "item": lambda owner, key: dict.__getitem__(owner, key),
     "at": lambda owner, index: items_of(owner)[index][1],
-    "index": lambda owner, index: tuple(owner)[index] if isinstance(owner, tuple) else _list(owner).__getitem__(owner, index),
+    "index": lambda owner, index: _sequence(owner).__getitem__(owner, index),
     "cell": lambda owner, index: owner.__closure__[index],
     "contents": lambda owner, _: owner.cell_contents,
     "word": getattr,
@@ -58,8 +67,8 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _list(owner: Any) -> Any:
-    return collections.deque if isinstance(owner, collections.deque) else list
+def _sequence(owner: Any) -> Any:
+    return next(base for base in _SEQUENCES if is_a(owner, base))
 
 
 class Search:
@@ -67,13 +76,14 @@ class Search:
 
     Args:
         roots: objects by name: the function, the arguments.
-        read: by id of a dict, the keys in it that the trace read. No other variables of modules and attributes of classes are searched.
+        read: by id of a dict, the keys in it that the trace read; by id of a function, the attributes. No other variables of modules and
+            attributes of classes are searched.
     """
 
     def __init__(self, roots: Mapping[str, Any], read: Mapping[int, list[Any]]) -> None:
         self._read = read
         modules: list[tuple[str, Any]] = list(sys.modules.items())
-        self._module_dicts = {id(vars(m)): name for name, m in modules if isinstance(m, types.ModuleType)}
+        self._module_dicts = {id(vars(m)): name for name, m in modules if is_a(m, types.ModuleType)}
         self._namespaces = {id(sys.modules), *self._module_dicts}
         self._found: dict[int, int] = {}
         self._nodes: list[Node] = []
@@ -105,13 +115,13 @@ class Search:
         """Find an object that is a module, or a variable of one, and what it leads to."""
         if id(value) in self._module_dicts:
             value = sys.modules[self._module_dicts[id(value)]]
-        elif isinstance(value, dict):
+        elif is_a(value, dict):
             value = _class_of(value)
-        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+        if is_a(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             self._visit(value, (None, "global", (value.__name__, "")))
-        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and importable(value):
+        elif is_a(value, (type, types.FunctionType, types.BuiltinFunctionType)) and importable(value):
             self._visit(value, (None, "global", (value.__module__, value.__qualname__)))
-        elif isinstance(value, types.FunctionType) and "<" not in value.__qualname__ and value.__module__ in sys.modules:
+        elif is_a(value, types.FunctionType) and "<" not in value.__qualname__ and value.__module__ in sys.modules:
             key = value.__module__, value.__qualname__  # a decorator has replaced it there, and may hold it
             self._visit(_global(None, key), (None, "global", key))
         self._run()
@@ -124,28 +134,28 @@ class Search:
         """
         table: list[Node] = []
         places: dict[int, int] = {}
-
-        def place(number: int) -> int:
-            if number not in places:
-                parent, step, key = self._nodes[number]
-                parent = None if parent is None else place(parent)
-                places[number] = len(table)
-                table.append((parent, step, key))
-            return places[number]
-
         for value in wanted:
             if value not in self:
                 self.add(value)
         for value in wanted:
             if value not in self:
                 raise NotStorable(f"a {type(value).__qualname__} that no variable, attribute or item leads to: {description(value)!r:.200}")
-        return table, [place(self._found[id(value)]) for value in wanted]
+        return table, [self._place(self._found[id(value)], table, places) for value in wanted]
+
+    def _place(self, number: int, table: list[Node], places: dict[int, int]) -> int:
+        """The position of a node in `table`, to which it and its parents are added. `places`: the positions, by number of the node."""
+        if number not in places:
+            parent, step, key = self._nodes[number]
+            parent = None if parent is None else self._place(parent, table, places)
+            places[number] = len(table)
+            table.append((parent, step, key))
+        return places[number]
 
 
 def _class_of(namespace: dict[Any, Any]) -> Any:
     """The class whose dict this is, if it is a variable of its module; else None."""
     module = sys.modules.get(str(dict.get(namespace, "__module__")))
-    classes = (c for c in list(vars(module).values()) if isinstance(c, type)) if module is not None else ()
+    classes = (c for c in list(vars(module).values()) if is_a(c, type)) if is_a(module, types.ModuleType) else ()
     return next((c for c in classes if dict_of(c) is namespace), None)
 
 
@@ -156,39 +166,45 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
         read: see `Search`.
         namespaces: ids of the dicts of modules and classes. That of a class is added.
     """
-    if is_ours(type(value)) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+    kind = type(value)
+    is_tensor, is_space = issubclass(kind, torch.Tensor), issubclass(kind, (types.ModuleType, type))
+    if is_ours(kind) and not is_tensor and not issubclass(kind, torch.nn.Module):
         return
-    if isinstance(value, dict):
-        if id(value) in namespaces or (id(value) in read and len(value) > _LARGEST):
+    if issubclass(kind, dict):
+        if id(value) in namespaces or (id(value) in read and dict.__len__(value) > _LARGEST):
             keys = (*read.get(id(value), ()), *SPECIAL)
             yield from (("item", key, dict.get(value, key)) for key in keys if dict.__contains__(value, key))
-        elif len(value) <= _LARGEST:
-            yield from (("item", k, v) if isinstance(k, (str, int)) else ("at", i, v) for i, (k, v) in enumerate(items_of(value)))
-    elif isinstance(value, _LISTS) and len(value) <= _LARGEST:
-        yield from (("index", i, part) for i, part in enumerate(value))
-    elif isinstance(value, types.CellType):
+        elif dict.__len__(value) <= _LARGEST:
+            yield from (("item", k, v) if type(k) in (str, int) else ("at", i, v) for i, (k, v) in enumerate(items_of(value)))
+    elif issubclass(kind, _SEQUENCES):
+        base = _sequence(value)
+        yield from (("index", i, part) for i, part in enumerate(base.__iter__(value)) if base.__len__(value) <= _LARGEST)
+    elif kind is types.CellType:
         yield "contents", None, content_of(value)
-    elif isinstance(value, type):
+    elif issubclass(kind, type):
         namespaces.add(id(dict_of(value)))
         yield from (("base", i, base) for i, base in enumerate(value.__mro__) if is_python_class(base))
-    if isinstance(value, (types.ModuleType, type)):
+    if is_space:
         yield "dict", None, dict_of(value)
-    if is_python_class(type(value)):
-        yield "type", None, type(value)
-    if isinstance(value, (types.ModuleType, type)):
+    if is_python_class(kind):
+        yield "type", None, kind
+    if is_space:
         return
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         yield "code", None, code_of(value)
         yield from (("cell", i, cell) for i, cell in enumerate(value.__closure__ or ()))
-        yield "word", "__globals__", value.__globals__
-    if isinstance(value, _WITH_WORDS):
-        yield from (("word", word, getattr(value, word)) for word in _WORDS if hasattr(value, word))
-    if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
+    for word in _WORDS.get(kind, ()):
+        yield "word", word, getattr(value, word)
+    if kind is types.FunctionType and "__annotations__" in read.get(id(value), ()):
+        yield "word", "__annotations__", value.__annotations__
+    if kind is types.FunctionType and "__wrapped__" in value.__dict__:
+        yield "word", "__wrapped__", value.__dict__["__wrapped__"]
+    if is_tensor and has_own_attributes(value) and value.is_leaf and value.grad is not None:
         yield "grad", None, value.grad
     attributes = attributes_of(value)
-    if attributes is not None and (id(attributes) in read or not isinstance(value, types.FunctionType)):  # torch caches in functions' dicts
+    if attributes is not None and (id(attributes) in read or kind is not types.FunctionType):  # torch caches in functions' dicts
         yield "dict", None, attributes
-    if not isinstance(value, (torch.Tensor, *_WITH_WORDS)):
+    if not is_tensor and kind not in _WORDS:
         yield from (("slot", (d.__objclass__.__qualname__, d.__name__), v) for d, v in slots_of(value).items())
 
 

@@ -29,9 +29,10 @@ import torch
 from mesh import Mesh, ShardingSpec
 from mesh._devices import devices
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, strided_alias
+from spmd.program.find._static import is_python_class
 from spmd.program.reads import ABSENT, PLAIN, content_of
 from spmd.program.reuse._columns import Guards
-from spmd.program.stored._description import NotStorable, description, importable, is_ours
+from spmd.program.stored._description import Descriptions, NotStorable, importable, is_a, is_ours
 from spmd.program.stored._modules import Modules
 from spmd.program.stored._paths import Node, Places, Search
 
@@ -42,6 +43,9 @@ _BY_VALUE = frozenset(
         *(functools.partial, operator.attrgetter, operator.itemgetter, operator.methodcaller, np.ndarray),
     )
 )
+
+_METHODS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.ClassMethodDescriptorType)
 
 
 class NotHere(Exception):
@@ -77,7 +81,7 @@ class _Writer(pickle.Pickler):
             return "buffer", self._reference(self._tensors[id(obj)])
         if kind is torch.UntypedStorage:
             return "storage", self._reference(self._tensors[id(obj.spmd_buffer)])
-        if isinstance(obj, jax.Device):
+        if is_a(obj, jax.Device):
             return "device", (obj.platform, obj.id)
         if obj in self._search and (kind is Buffer or (kind is types.FunctionType and not importable(obj))):
             return "at", self._reference(obj)
@@ -87,15 +91,17 @@ class _Writer(pickle.Pickler):
 
     def _is_by_value(self, obj: Any, kind: type) -> bool:
         """Whether an object belongs to this package, or is plain data."""
-        if isinstance(obj, type):
+        if issubclass(kind, type):
             return is_ours(obj) or obj in _PLAIN or obj in _BY_VALUE
         if kind is types.FunctionType:
             return is_ours(obj)
-        if kind is types.CellType or isinstance(obj, (types.BuiltinFunctionType, types.MethodType, np.generic, np.dtype, np.ufunc)):
+        if kind in _DESCRIPTORS:
+            return not is_python_class(obj.__objclass__)
+        if kind is types.CellType or issubclass(kind, (*_METHODS, np.generic, np.dtype, np.ufunc)):
             return True
-        if isinstance(obj, torch.Tensor):  # otherwise a gradient that the trace made
+        if issubclass(kind, torch.Tensor):  # otherwise a gradient that the trace made
             return obj not in self._search
-        return is_ours(kind) or kind in _BY_VALUE or (isinstance(obj, tuple) and hasattr(obj, "_fields"))
+        return is_ours(kind) or kind in _BY_VALUE or issubclass(kind, tuple)
 
     def _reference(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self.referenced))
@@ -110,11 +116,11 @@ class _Writer(pickle.Pickler):
             return parts(obj)
         if kind is types.FunctionType:
             return NotImplemented if importable(obj) else _function_parts(obj)
-        if isinstance(obj, types.BuiltinMethodType) and not isinstance(obj.__self__, types.ModuleType):
+        if kind in _METHODS[1:] and not is_a(obj.__self__, types.ModuleType):
             return getattr, (obj.__self__, obj.__name__)
-        if isinstance(obj, ShardingSpec):
+        if kind is ShardingSpec:
             return kind, (obj.mesh, obj.partition_spec, obj.minibatch)
-        if isinstance(obj, jax.Array):
+        if is_a(obj, jax.Array):
             raise NotStorable("an array that is a constant of the program")
         return NotImplemented
 
@@ -125,7 +131,7 @@ def _singletons() -> dict[int, tuple[str, str]]:
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(("spmd.", "mesh.")):
             for key, value in list(vars(module).items()):
-                if type(value) not in _PLAIN and not isinstance(value, (type, types.FunctionType, types.ModuleType, tuple)):
+                if type(value) not in _PLAIN and not is_a(value, (type, types.FunctionType, types.ModuleType, tuple)):
                     found.setdefault(id(value), (name, key))
     return found
 
@@ -206,10 +212,15 @@ _PARTS: dict[Any, Callable[[Any], Any]] = {
 def _memory(objects: list[Any]) -> list[tuple[int, int]]:
     """Which tensors have the same memory: for each the first one with it, both by position."""
     first: dict[int, int] = {}
-    buffers = [
-        (i, o if isinstance(o, Buffer) else buffer_of(o)) for i, o in enumerate(objects) if isinstance(o, Buffer) or is_device_tensor(o)
-    ]
-    return [(i, first.setdefault(id(buffer), i)) for i, buffer in buffers]
+    buffers = ((i, _buffer_of(value)) for i, value in enumerate(objects))
+    return [(i, first.setdefault(id(buffer), i)) for i, buffer in buffers if buffer is not None]
+
+
+def _buffer_of(value: Any) -> Buffer | None:
+    """The memory of a tensor, or the value if it is memory; else None."""
+    if type(value) is Buffer:
+        return value
+    return buffer_of(value) if is_a(value, torch.Tensor) and is_device_tensor(value) else None
 
 
 class _Reader(pickle.Unpickler):
@@ -247,7 +258,7 @@ def written(record: Any, search: Search, live: set[int], tensors: Mapping[int, t
     except Exception as error:  # pickle and the objects that it visits raise many types
         raise NotStorable(f"what cannot be written: {type(error).__name__}: {error}") from error
     table, places = search.table(writer.referenced)
-    about = list(map(description, writer.referenced)), _memory(writer.referenced)
+    about = list(map(Descriptions(writer.referenced), writer.referenced)), _memory(writer.referenced)
     head: tuple[Modules, list[Node], list[int], Any] = Modules.loaded(), table, places, about
     return pickle.dumps((head, body.getvalue()), protocol=4)
 
@@ -264,11 +275,12 @@ def read(content: bytes, roots: Mapping[str, Any]) -> Any:
             raise NotHere(f"the module {name} is not loaded in both, or its file has changed")
         here = Places(table, roots)
         objects = [here[place] for place in places]
-        for found, expected in zip(objects, descriptions, strict=True):
-            if description(found) != expected:
-                raise NotHere(f"a {type(found).__qualname__} is not the one of the trace")
         if len(set(map(id, objects))) != len(objects) or _memory(objects) != memory:
             raise NotHere("two objects of the trace are one object here, or the reverse")
+        describe = Descriptions(objects)
+        for found, expected in zip(objects, descriptions, strict=True):
+            if describe(found) != expected:
+                raise NotHere(f"a {type(found).__qualname__} is not the one of the trace")
         return _Reader(io.BytesIO(body), objects).load()
     except NotHere:
         raise

@@ -10,10 +10,12 @@ import hashlib
 import platform
 import sys
 import types
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from mesh import ShardingSpec
@@ -22,7 +24,8 @@ from spmd.base._settings import in_force
 from spmd.base._torch import TreeSpec
 from spmd.program.reads import PLAIN, code_of
 from spmd.program.reuse._signature import VARIES
-from spmd.program.stored._description import NotStorable, code_digest, description
+from spmd.program.stored._description import NotStorable, code_digest, description, is_a
+from spmd.program.stored._library_state import library_state
 
 _FLAGS = ("TORCH", "PYTORCH", "JAX", "XLA", "LIBTPU", "TPU", "SPMD", "HF_", "TRANSFORMERS", "CUDA", "NVIDIA", "OMP", "MKL", "PYTHON")
 
@@ -39,26 +42,15 @@ def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
         NotStorable: an argument has no text.
     """
     code: Any = fn.__func__ if type(fn) is types.MethodType else fn
-    about = code_digest(code_of(code)) if isinstance(code, types.FunctionType) else description(type(fn))
+    about = code_digest(code_of(code)) if is_a(code, types.FunctionType) else description(type(fn))
     devices = [(d.id, d.platform, d.device_kind) for d in client.devices()]
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "dir" not in k}
     parts = (
         *("trace 1", name, about, repr(options), _text(key), devices, client.platform_version),
         *(sys.version, platform.machine(), jax.__version__, torch.__version__, in_force.check_indices, sorted(settings.items(), key=repr)),
-        *(_settings_of_torch(), sorted(program_environment(_FLAGS).items()), _own_files()),
+        *(*library_state(), sorted(program_environment(_FLAGS).items()), _own_files()),
     )
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
-
-
-def _settings_of_torch() -> tuple[Any, ...]:
-    """Settings on which operations depend that a trace does not ask for by name."""
-    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
-    return (
-        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        *(torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark),
-        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), torch.is_anomaly_enabled()),
-        *(str(torch.get_default_device()), torch.is_autocast_cache_enabled()),
-    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -71,18 +63,22 @@ def _own_files() -> tuple[Any, ...]:
 
 def _text(value: Any) -> str:
     """A part of a signature as text."""
-    if isinstance(value, type):
+    kind = type(value)
+    if issubclass(kind, type):
         return repr(description(value))
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}({','.join(map(_text, value))})"
-    if isinstance(value, ShardingSpec):
+    if issubclass(kind, (tuple, list)):
+        base: Any = tuple if issubclass(kind, tuple) else list
+        return f"{kind.__module__}.{kind.__qualname__}({','.join(map(_text, base.__iter__(value)))})"
+    if kind is ShardingSpec:
         return f"{value!r} {value.minibatch} {value.mesh.device_ids.tolist()}"
-    if isinstance(value, TreeSpec):
-        context = value.context if isinstance(value.context, (tuple, list, type(None))) else [value.context]
+    if issubclass(kind, TreeSpec):
+        context = value.context if type(value.context) in (tuple, list, type(None)) else [value.context]
         return f"tree({_text(value.type)},{_text(context)},{','.join(map(_text, value.children()))})"
-    if isinstance(value, PLAIN) or value is VARIES:
-        return f"{type(value).__name__} {value!r}"
-    raise NotStorable(f"an argument with a {type(value).__qualname__}")
+    if value is VARIES:
+        return "any"
+    if kind in PLAIN or issubclass(kind, (Enum, np.generic, types.CodeType, types.ModuleType)):
+        return repr(description(value))
+    raise NotStorable(f"an argument with a {kind.__qualname__}")
 
 
 __all__ = ["digest_of"]

@@ -24,12 +24,13 @@ from spmd.device._buffer_stack import stack_of
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.find._discover import Reachable
 from spmd.program.optim._preparation import drop_unused_state
-from spmd.program.reads import PLAIN
+from spmd.program.reads import ONLY_HERE, PLAIN
+from spmd.program.reads._content_places import AttributePlace
 from spmd.program.reads._places import DictPlace
 from spmd.program.reuse._signature import Signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import StackedState
-from spmd.program.stored._description import LAYOUTS, NotStorable, is_ours
+from spmd.program.stored._description import LAYOUTS, NotStorable, is_a, is_ours
 from spmd.program.stored._messages import Messages
 from spmd.program.stored._modules import note_trace
 from spmd.program.stored._paths import Search
@@ -54,7 +55,7 @@ class StoredTrace:
     Attributes:
         captured: the trace, without its jaxpr.
         digest: the digest of its executable.
-        loops: the loops of the program; if it has none, the repeated parts that are not loops.
+        loops: the loops of the program.
         stacks: the buffers of each stack, if the program has loops; else None.
         used: buffers of optimizer state that the trace used.
         layouts: the shapes, dtypes and shardings of the arrays that it was compiled for (see `layouts_of`).
@@ -138,6 +139,9 @@ class TraceStore:
         except NotStorable as error:
             _log.debug("the trace of %s is not stored: it depends on %s", name, error)
             return TraceStore()
+        except Exception:  # of what a library or the program has put into a place that is described
+            _log.debug("the trace of %s is not stored", name, exc_info=True)
+            return TraceStore()
         return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call.buffers)
 
     def find(self, reachable: Reachable, lookups: Sequence[Lookup]) -> Captured | None:
@@ -165,21 +169,31 @@ class TraceStore:
         if not any(lookup(stored.digest) is not None for lookup in (*lookups, look_up)):
             return False
         kept = [(optimizer, dict(optimizer.state)) for optimizer, _ in self._reachable.prepared]
+        reason: str | None = "it was not compared"
+        try:
+            reason = self._difference(stored)
+        except Exception as error:  # of whatever is in the place of an object of the trace
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            if reason is not None:
+                for optimizer, state in kept:
+                    optimizer.state.clear()
+                    optimizer.state.update(state)
+        if reason is None:
+            self.found = stored
+        else:
+            _log.debug("a stored trace is of something else: %s", reason)
+        return reason is None
+
+    def _difference(self, stored: StoredTrace) -> str | None:
+        """What differs from what the trace read; None if nothing. Optimizer state that it did not use is removed."""
         used = set(map(id, stored.used))
         for optimizer, created in self._reachable.prepared:
             drop_unused_state(optimizer, created, lambda buffer: id(buffer) in used)
         captured = stored.captured
         captured.guarded.reached.update((id(o), o) for o in stored.reached)
         captured.inputs.refresh({}, captured.inputs.arguments)
-        reason = captured.guarded.guards.reason()
-        if reason is None:
-            self.found = stored
-            return True
-        _log.debug("a stored trace is of something else: %s", reason)
-        for optimizer, state in kept:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-        return False
+        return captured.guarded.guards.reason()
 
     def keep(self, program: Program) -> None:
         """Store the trace of a program of this process, if another process can compare everything that it read."""
@@ -188,14 +202,14 @@ class TraceStore:
         try:
             if files is None or program.digest is None or program.watched is not None or program.is_ahead:
                 return
-            _require_storable(captured)
+            _require_storable(captured, self.messages)
             search = Search(self._roots, _keys_read(captured))
             tensors = {id(buffer_of(t)): t for t in (*self._reachable.device_tensors(), *self._reachable.optimizer_tensors())}
             content = written(self._record(program, tensors), search, set(map(id, _live(captured))), tensors)
         except NotStorable as error:
             _log.debug("the trace is not stored: it depends on %s", error)
-        except Exception as error:  # an object of the program that cannot even be looked at
-            _log.debug("the trace is not stored: %s: %s", type(error).__name__, error)
+        except Exception:  # objects of the program are of any kind, and its calls go on without a stored trace
+            _log.debug("the trace is not stored", exc_info=True)
         else:
             files.put(self._place(files), content)
         finally:
@@ -208,7 +222,7 @@ class TraceStore:
         return StoredTrace(
             replace(captured, jaxpr=None, layers=[], guarded=replace(captured.guarded, reached={})),
             program.digest,
-            program.repeats_left() if rolled is None else rolled.loops,
+            [] if rolled is None else rolled.loops,
             None if rolled is None else [stack.members for stack in rolled.stacks],
             used,
             layouts_of([b.value for b in (*program.written.buffers, *program.read.buffers, *self._arguments)]),
@@ -221,30 +235,39 @@ class TraceStore:
         return next((key for key in self._keys if not files.has(key)), self._keys[time.time_ns() % _MOST])
 
 
-def _require_storable(captured: Captured) -> None:
-    """Raise NotStorable for a trace with inputs that a later process may have at other places."""
+def _require_storable(captured: Captured, messages: Messages) -> None:
+    """Raise NotStorable for a trace that another process could not repeat, or with inputs that it may have at other places."""
+    if messages.lost is not None:
+        raise NotStorable(messages.lost)
     state, inputs = captured.state, captured.inputs
     if inputs.shared or inputs.holders or inputs.numbers.has_varying:
         raise NotStorable("an argument that is also state, or numbers that vary")
     if state.slots or state.held or state.born:
         raise NotStorable("gradients, tensors or state that each call replaces")
+    for place in captured.guarded.places:
+        if any(type(value) is str and value == ONLY_HERE for value in place.values()):
+            raise NotStorable(place.title)
+        if is_a(place.holder, (set, frozenset)) and not all(is_a(value, PLAIN) for value in place.holder):
+            raise NotStorable("a set of objects, which is compared by their addresses")
 
 
 def _keys_read(captured: Captured) -> dict[int, list[Any]]:
-    """The keys that the trace read of each dict, by id of the dict."""
+    """The keys that the trace read of each dict, by id of the dict, and the attributes of each function."""
     found: dict[int, list[Any]] = {}
     for place in captured.guarded.places:
         if isinstance(place, DictPlace):
             found.setdefault(id(place.holder), []).extend((*place.entries, *place.present, *(place.whole or ((),))[0]))
+        elif isinstance(place, AttributePlace):
+            found.setdefault(id(place.holder), []).append(place.name)
     return found
 
 
 def _live(captured: Captured) -> Iterator[Any]:
     """The objects of the program, and not of this package, that the trace read, wrote or guarded."""
     for value in _met(captured):
-        if isinstance(value, partial) and is_ours(value.func):
+        if type(value) is partial and is_ours(value.func):
             continue
-        if isinstance(value, LAYOUTS) or not (isinstance(value, (*PLAIN, tuple)) or is_ours(value) or is_ours(type(value))):
+        if is_a(value, LAYOUTS) or not (is_a(value, (*PLAIN, tuple)) or is_ours(value) or is_ours(type(value))):
             yield value
 
 

@@ -1,0 +1,101 @@
+"""Runs compiled functions in several processes with one cache folder: the first traces them, others use the stored traces.
+
+    python tests/program/stored_harness.py FOLDER first|same|changed [CASE ...]
+
+Each case is a function of a device, a way to compile, and whether something that the trace reads is other than in the first process. It
+returns values, which must be those of CPU torch in every process. The script prints, for each case, the difference from CPU torch (None if
+there is none), and the number of traces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+Values = list[Any]
+Case = Callable[[str, Callable[..., Any], bool], Values]
+CASES: dict[str, Case] = {}
+MODULES = ("stored_cases", "stored_python_cases", "stored_torch_cases", "stored_process_cases")
+
+
+def case(run: Case) -> Case:
+    assert run.__name__ not in CASES, run.__name__
+    CASES[run.__name__] = run
+    return run
+
+
+def inputs(device: str) -> torch.Tensor:
+    return torch.arange(12, dtype=torch.float32).reshape(3, 4).to(device) / 7 - 0.6
+
+
+def calls(step: Any, device: str, count: int = 2) -> Values:
+    """Results of a function of one tensor, called several times."""
+    x = inputs(device)
+    return [step(x) for _ in range(count)]
+
+
+def trained(model: nn.Module, optimizer: Any, wrap: Any, device: str, count: int = 3) -> Values:
+    """Losses, parameters and optimizer state after some steps of training."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step.__name__ = sys._getframe(1).f_code.co_name  # traces of different cases are not those of one function
+    losses = calls(wrap(step), device, count)
+    return [*losses, *(p.detach() for p in model.parameters()), *(v for s in optimizer.state.values() for v in s.values())]
+
+
+def differences(found: Any, expected: Any) -> Iterator[str]:
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(other, torch.Tensor):
+            if not torch.allclose(one.detach().cpu().to(other.dtype), other, rtol=1e-4, atol=1e-5):
+                yield f"value {i} is {one.flatten()[:3].tolist()}, on the CPU {other.flatten()[:3].tolist()}"
+        elif one != other or type(one) is not type(other):
+            yield f"value {i} is {one!r}, on the CPU {other!r}"
+
+
+def load() -> dict[str, Case]:
+    """All cases."""
+    for name in MODULES:
+        importlib.import_module(f"tests.program.{name}")
+    return CASES
+
+
+def main(folder: str, variant: str, *names: str) -> None:
+    import spmd
+    from spmd.base import _program_files
+
+    load()
+    _program_files.WORTH_KEEPING_S = 0.0  # executables that compile fast too
+    spmd.configure(cache_dir=folder)
+    found: dict[str, tuple[str | None, int]] = {}
+    for name in names or CASES:
+        run, steps = CASES[name], []
+
+        def wrap(fn: Any, steps: Any = steps, **options: Any) -> Any:
+            steps.append(spmd.compile(fn, **options))
+            return steps[-1]
+
+        try:
+            expected = run("cpu", lambda fn, **_: fn, variant == "changed")
+            difference = next(differences(run("jax", wrap, variant == "changed"), expected), None)
+        except Exception as error:
+            difference = f"{type(error).__name__}: {error}"
+        found[name] = difference, sum(step.num_traces for step in steps)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    from tests.program import stored_harness
+
+    stored_harness.main(*sys.argv[1:])
