@@ -398,3 +398,13 @@ def a_cached_property(device: str, wrap: Any, changed: bool) -> Values:
     if changed:
         lazy.__dict__["scale"] = 5.0
     return calls(wrap(lambda x: x * lazy.scale), device)
+
+
+@case
+def linear_algebra(device: str, wrap: Any, changed: bool) -> Values:
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        square = x @ x.mT + torch.eye(3, device=x.device)
+        ones = torch.ones(3, 1, device=x.device)
+        return [torch.linalg.solve(square, ones), torch.linalg.cholesky(square), torch.linalg.eigvalsh(square), torch.linalg.svdvals(x)]
+
+    return [v for found in calls(wrap(step), device) for v in found]

@@ -155,7 +155,7 @@ def _read_fields(recording: Recording, value: Any) -> None:
 
 def _fields_of(cls: Any) -> tuple[Any, ...]:
     return tuple(
-        (id(field), field.name, field.init, id(field._field_type), id(field.default), id(field.default_factory), id(field.metadata))
+        (field, field.name, field.init, field._field_type, field.default, field.default_factory, field.metadata)
         for field in vars(cls).get("__dataclass_fields__", {}).values()
     )
 

@@ -13,6 +13,7 @@ import decimal
 import enum
 import fractions
 import functools
+import gc
 import hashlib
 import inspect
 import logging
@@ -255,6 +256,10 @@ def _of_alias(describe: Descriptions, value: Any) -> Any:
     return type(value).__name__, *describe.parts((getattr(value, "__origin__", None), *value.__args__))
 
 
+def _of_handler(describe: Descriptions, value: logging.Handler) -> Any:
+    return "handler", describe(type(value)), value.level
+
+
 def _of_logger(describe: Descriptions, value: logging.Logger) -> Any:
     return "logger", value.name, describe.part(type(value))  # its level is in `library_state`, and its handlers get the records again
 
@@ -273,6 +278,14 @@ def _of_variable(describe: Descriptions, value: Any) -> Any:
 
 def _of_cell(describe: Descriptions, value: Any) -> Any:
     return ("cell",)
+
+
+def _of_proxy(describe: Descriptions, value: Any) -> Any:
+    return "proxy", describe(gc.get_referents(value)[0])
+
+
+def _of_type(describe: Descriptions, value: Any) -> Any:
+    return type(value).__qualname__, describe(getattr(value, "__origin__", None)), describe(value.__args__)
 
 
 def _of_code(describe: Descriptions, value: Any) -> Any:
@@ -336,6 +349,9 @@ _KINDS: dict[Any, _Describe] = {
     **dict.fromkeys((torch.layout, torch.memory_format, torch.finfo, torch.iinfo), _of_text),
     contextvars.ContextVar: _of_variable,
     types.CellType: _of_cell,
+    types.MappingProxyType: _of_proxy,
+    types.GenericAlias: _of_type,
+    types.UnionType: _of_type,
     types.CodeType: _of_code,
     Buffer: _of_buffer,
     np.ndarray: _of_array,
@@ -345,6 +361,8 @@ _BASES: tuple[tuple[type, _Describe], ...] = (
     (type, _of_class),
     (enum.Enum, _of_enum),
     (logging.Logger, _of_logger),
+    (logging.Handler, _of_handler),
+    (logging.Manager, lambda describe, value: ("manager of loggers", value is logging.root.manager)),
     (torch.Tensor, _of_tensor),
     *((kind, _of_layout) for kind in LAYOUTS),
     (np.generic, _of_number),

@@ -172,7 +172,7 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
         return
     if issubclass(kind, dict):
         if id(value) in namespaces or (id(value) in read and dict.__len__(value) > _LARGEST):
-            keys = (*read.get(id(value), ()), *SPECIAL)
+            keys = (*read.get(id(value), ()), *SPECIAL, "__dataclass_fields__")
             yield from (("item", key, dict.get(value, key)) for key in keys if dict.__contains__(value, key))
         elif dict.__len__(value) <= _LARGEST:
             yield from (("item", k, v) if type(k) in (str, int) else ("at", i, v) for i, (k, v) in enumerate(items_of(value)))

@@ -6,6 +6,10 @@ Note [Stored traces]
     A process that reads the record follows the paths, and compares the descriptions and which objects are one. After that, it evaluates
     the guards of the trace. Anything that is neither of this package nor found by a path, and anything that has no description, makes
     the trace not storable. So a trace is used only where this process would record the same one.
+
+    Guards compare what recorded code read. What code of libraries reads is constant within a process, and has no guard. So descriptions
+    contain what is in objects of libraries, and the record is looked up by the state of libraries (`_library_state`). A trace is not
+    stored if it depends on what no other process has (`reads._process_only`): addresses, or that it has printed something.
 """
 
 from __future__ import annotations

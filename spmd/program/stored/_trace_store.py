@@ -55,7 +55,7 @@ class StoredTrace:
     Attributes:
         captured: the trace, without its jaxpr.
         digest: the digest of its executable.
-        loops: the loops of the program.
+        loops: the repeated parts of the program.
         stacks: the buffers of each stack, if the program has loops; else None.
         used: buffers of optimizer state that the trace used.
         layouts: the shapes, dtypes and shardings of the arrays that it was compiled for (see `layouts_of`).
@@ -222,7 +222,7 @@ class TraceStore:
         return StoredTrace(
             replace(captured, jaxpr=None, layers=[], guarded=replace(captured.guarded, reached={})),
             program.digest,
-            [] if rolled is None else rolled.loops,
+            program.loops,
             None if rolled is None else [stack.members for stack in rolled.stacks],
             used,
             layouts_of([b.value for b in (*program.written.buffers, *program.read.buffers, *self._arguments)]),

@@ -1,0 +1,141 @@
+"""Stored traces and files: source files that change, damaged records, output; and what a step says about a stored trace."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+START = """
+import sys, torch, spmd
+from spmd.base import _program_files
+_program_files.WORTH_KEEPING_S = 0.0  # executables that compile fast too
+spmd.configure(cache_dir="cache")
+X = torch.arange(4.0).to("jax")
+"""
+TRAIN = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).to("jax")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+@spmd.compile
+def step(x):
+    optimizer.zero_grad()
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+"""
+LOSSES = TRAIN + "print([round(step(X).item(), 5) for _ in range(3)], step.num_traces)"
+
+
+def run(folder: Path, script: str) -> list[str]:
+    """The lines that a script prints in a process of its own. The file stays the same file if the script does."""
+    path, text = folder / "script.py", START + textwrap.dedent(script)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env.pop("PYTEST_CURRENT_TEST", None)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False, env=env, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+SOURCES = {
+    "global": "SCALE = 2.0\ndef of_global(x): return x * SCALE\n",
+    "default": "def of_default(x, scale=2): return x * scale\n",
+    "inner": "def of_inner(x):\n    inner = lambda y, s=(1, 2.0): y * s[1]\n    return inner(x)\n",
+    "class": "class A:\n    def __mul__(self, x): return x * 2\ndef of_class(x): return A() * x\n",
+    "module": "import torch\nclass B(torch.nn.Module):\n    def forward(self, x): return x * 2\nM = B()\ndef of_module(x): return M(x)\n",
+}
+
+
+def test_an_edit_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
+    module, source = tmp_path / "edited.py", "".join(SOURCES.values())
+    script = """
+    import edited
+    functions = edited.of_global, edited.of_default, edited.of_inner, edited.of_class, edited.of_module
+    steps = [spmd.compile(lambda x, f=f: f(x)) for f in functions]
+    print([step(X).tolist()[1] for step in steps], [step.num_traces for step in steps])
+    """
+    module.write_text(source)
+    before = module.stat()
+    assert run(tmp_path, script) == [f"{[2.0] * 5} {[1] * 5}"]
+    assert run(tmp_path, script)[0].startswith(str([2.0] * 5))
+    module.write_text(source.replace("2", "3"))
+    os.utime(module, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert run(tmp_path, script) == [f"{[3.0] * 5} {[1] * 5}"]
+
+
+def test_a_damaged_record_is_not_used(tmp_path: Path) -> None:
+    first = run(tmp_path, LOSSES)
+    for content in (b"\x80\x04garbage", b"\x80\x04]."):
+        with_sum = b"spmd program 1\n" + hashlib.sha256(content).digest() + content
+        for file in (tmp_path / "cache").rglob("trace-*"):
+            file.write_bytes(with_sum)
+        assert run(tmp_path, LOSSES) == first
+    for file in (tmp_path / "cache").rglob("trace-*"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert run(tmp_path, LOSSES) == first
+
+
+def test_a_record_without_its_executable_is_not_used(tmp_path: Path) -> None:
+    first = run(tmp_path, LOSSES)
+    for file in (tmp_path / "cache").rglob("*.program"):
+        if not file.name.startswith("trace-"):
+            file.unlink()
+    assert run(tmp_path, LOSSES) == first
+
+
+def test_what_a_trace_prints_or_writes_appears_in_every_process(tmp_path: Path) -> None:
+    script = """
+    from pathlib import Path
+    @spmd.compile
+    def printing(x):
+        print("printed")
+        return x + 1
+    @spmd.compile
+    def writing(x):
+        Path("written.txt").write_text("text")
+        return x + 2
+    printing(X), writing(X)
+    print(Path("written.txt").read_text())
+    """
+    assert run(tmp_path, script) == ["printed", "text"]
+    (tmp_path / "written.txt").unlink()
+    assert run(tmp_path, script) == ["printed", "text"]
+
+
+def test_a_step_describes_a_stored_trace_as_one_of_its_own(tmp_path: Path) -> None:
+    script = (
+        TRAIN
+        + """
+step(X)
+print(step.rolled, step.flops(), step.memory().alias_bytes, len(step.hlo()))
+print(step.retraces, "7 tensors written" in str(step), step.program(X) is not None)
+step.clear()
+step(X)
+model.eval()
+print(round(step(X).item(), 5), step.retraces)
+print(step.num_traces, file=sys.stderr)
+"""
+    )
+    first = run(tmp_path, script)
+    assert run(tmp_path, script) == first
+
+
+def test_a_long_list_in_reach_is_stored_without_a_search_of_all(tmp_path: Path) -> None:
+    script = """
+    rows = [{"i": i} for i in range(300_000)]
+    step = spmd.compile(lambda x: x * rows[5]["i"])
+    import time
+    start = time.perf_counter()
+    print(step(X).tolist()[1], time.perf_counter() - start < 20)
+    """
+    assert run(tmp_path, script) == ["5.0 True"]
+    shutil.rmtree(tmp_path / "cache")
