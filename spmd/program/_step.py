@@ -234,8 +234,10 @@ class Step(CopiedStep, Generic[P, R]):
             TraceError: there were too many retraces, or the function cannot be traced.
         """
         self._require_may_trace(failed)
+        # a trace with what has changed as an input is not a stored one, which would be found again for every other value
+        store = TraceStore() if self._changed else TraceStore.of(self._fn, self._name, self._options, call, client())
         try:
-            return self._made(call, failed, settings, is_beside, TraceStore.of(self._fn, self._name, self._options, call, client()))
+            return self._made(call, failed, settings, is_beside, store)
         except NotHere:  # the executable of a stored trace is for other shardings, or damaged
             return self._made(call, failed, settings, is_beside, TraceStore())
 

@@ -19,7 +19,7 @@ NOT_STORED = {  # cases by the reason why a second process traces again
     "objects are compared by their addresses, and an order may depend on the seed of hashes": """
         the_order_of_a_set a_set_of_functions a_set_of_objects objects_as_arguments a_mode_of_the_user""",
     "state in C that cannot be read: a weak reference, the list of a bounded cache, a file in memory": """
-        a_weak_reference a_cached_result printed_text text_written_to_stderr""",
+        a_weak_reference a_cached_result a_cached_function printed_text text_written_to_stderr""",
     "a class that is not a variable of its module": """
         a_class_made_in_a_function a_default_of_a_dataclass a_parametrization weight_norm spectral_norm a_backward_hook
         the_backward_of_a_function a_method_as_the_function""",

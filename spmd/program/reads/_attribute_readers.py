@@ -193,7 +193,7 @@ def with_readers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callab
         return own
     if fn is str.format and args and isinstance(args[0], str) and _has_paths(args[0]):
         return lambda template, *given, **named: _formatter(recording, template, template.format)(*given, **named)
-    if getattr(fn, "__name__", "") == "from_iterable" and getattr(fn, "__self__", None) is itertools.chain and args:
+    if type(fn) is types.BuiltinMethodType and fn.__self__ is itertools.chain and args:  # `from_iterable`
         recording.read_deep(args[0])
         return lambda items: fn(map(partial(_noted, recording), items))
     if not (id(fn) in _CALL_IT or _is_sort(fn)) or not any(is_reader(arg) or _is_users(arg) for arg in args):

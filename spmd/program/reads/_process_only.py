@@ -55,7 +55,9 @@ def question_of_hashes(values: Iterable[Any]) -> Question | None:
 
 def questions_of_output(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
     """The question for a call that prints, writes to a file or changes one."""
-    name, owner = getattr(fn, "__name__", ""), getattr(fn, "__self__", None)
+    if type(fn) not in _NAMED:
+        return
+    name, owner = fn.__name__, getattr(fn, "__self__", None)
     module = str(getattr(fn, "__module__", None) or type(owner).__module__)
     roots = module, module.partition(".")[0]
     if roots[1] in _REPEATED:
@@ -66,6 +68,7 @@ def questions_of_output(fn: Any, args: tuple[Any, ...]) -> Iterator[Question]:
 
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_NAMED = frozenset((*_FUNCTIONS, types.MethodDescriptorType, types.MethodWrapperType, type))
 _ASKS = (builtins.isinstance, builtins.hasattr, builtins.getattr, builtins.id)
 
 
