@@ -56,10 +56,13 @@ def trained(model: nn.Module, optimizer: Any, wrap: Any, device: str, count: int
 
 
 def differences(found: Any, expected: Any) -> Iterator[str]:
+    """What differs from CPU torch, at torch's own tolerances; dtypes and shapes too."""
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         if isinstance(other, torch.Tensor):
-            if not torch.allclose(one.detach().cpu().to(other.dtype), other, rtol=1e-4, atol=1e-5):
-                yield f"value {i} is {one.flatten()[:3].tolist()}, on the CPU {other.flatten()[:3].tolist()}"
+            try:
+                torch.testing.assert_close(one.detach().cpu(), other.detach(), equal_nan=True)
+            except AssertionError as error:
+                yield f"value {i}: {error}"
         elif one != other or type(one) is not type(other):
             yield f"value {i} is {one!r}, on the CPU {other!r}"
 

@@ -54,26 +54,28 @@ def logged(level: int = logging.NOTSET) -> Any:
         log.setLevel(logging.NOTSET)
 
 
-@case
-def printed_text(device: str, wrap: Any, changed: bool) -> Values:
+def _with_output(device: str, wrap: Any, write: Any, redirect: Any) -> Values:
     def step(x: torch.Tensor) -> torch.Tensor:
-        print("a line")
+        write("a line")
         return x + 1
 
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    with redirect(io.StringIO()) as shown:
         found = calls(wrap(step), device, 1)
     return [*found, shown.getvalue()]
+
+
+def _write_error(text: str) -> None:
+    sys.stderr.write(text)
+
+
+@case
+def printed_text(device: str, wrap: Any, changed: bool) -> Values:
+    return _with_output(device, wrap, print, contextlib.redirect_stdout)
 
 
 @case
 def text_written_to_stderr(device: str, wrap: Any, changed: bool) -> Values:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        sys.stderr.write("a line")
-        return x + 1
-
-    with contextlib.redirect_stderr(io.StringIO()) as shown:
-        found = calls(wrap(step), device, 1)
-    return [*found, shown.getvalue()]
+    return _with_output(device, wrap, _write_error, contextlib.redirect_stderr)
 
 
 @case
@@ -215,20 +217,16 @@ def _marked(wrap: Any, device: str, changed: bool, grid: Any, *specs: Any) -> Va
         over = grid()
         for tensor, spec in zip((model[0].weight, model[2].weight), specs, strict=True):
             spmd.mark_sharding(tensor, over, spec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made: list[Any] = []
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    def wrapped(fn: Any) -> Any:
+        made.append(wrap(fn))
+        return made[-1]
 
-    compiled = wrap(step)
-    found = [compiled(x) for _ in range(2)]
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), wrapped, device, 2)
     if device == "jax":
-        assert compiled.mesh == grid()
-    return [*found, *(p.detach() for p in model.parameters())]
+        assert made[0].mesh == grid()
+    return found
 
 
 @case

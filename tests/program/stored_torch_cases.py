@@ -228,19 +228,26 @@ def an_added_attribute_of_a_module(device: str, wrap: Any, changed: bool) -> Val
     return calls(wrap(lambda x: model(x).detach() * getattr(model, "scale", 1.0)), device)
 
 
-@case
-def a_gradient_from_before(device: str, wrap: Any, changed: bool) -> Values:
-    model = mlp(device)
-    if changed:
-        model(inputs(device)).sum().backward()
+def _with_gradients(model: nn.Module, wrap: Any, device: str, clears: bool) -> Values:
+    """Losses and gradients of two backward passes. `clears`: whether each clears the gradients first."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
+        if clears:
+            model.zero_grad()
         loss = model(x).sum()
         loss.backward()
         return loss.detach()
 
     found = calls(wrap(step, keep_grads=True), device)
     return [*found, *(p.grad for p in model.parameters())]
+
+
+@case
+def a_gradient_from_before(device: str, wrap: Any, changed: bool) -> Values:
+    model = mlp(device)
+    if changed:
+        model(inputs(device)).sum().backward()
+    return _with_gradients(model, wrap, device, clears=False)
 
 
 @case
@@ -537,15 +544,7 @@ def the_same_tensor_twice(device: str, wrap: Any, changed: bool) -> Values:
 def kept_gradients(device: str, wrap: Any, changed: bool) -> Values:
     model = mlp(device)
     model[0].weight.requires_grad_(not changed)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        model.zero_grad()
-        loss = model(x).sum()
-        loss.backward()
-        return loss.detach()
-
-    found = calls(wrap(step, keep_grads=True), device)
-    return [*found, *(p.grad for p in model.parameters())]
+    return _with_gradients(model, wrap, device, clears=True)
 
 
 @case
