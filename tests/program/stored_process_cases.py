@@ -212,7 +212,7 @@ def a_mode_of_the_user(device: str, wrap: Any, changed: bool) -> Values:
 
 
 def _marked(wrap: Any, device: str, changed: bool, grid: Any, *specs: Any) -> Values:
-    model, x = mlp(device), inputs(device)
+    model = mlp(device)
     if device == "jax":
         over = grid()
         for tensor, spec in zip((model[0].weight, model[2].weight), specs, strict=True):

@@ -257,7 +257,7 @@ def _of_alias(describe: Descriptions, value: Any) -> Any:
 
 
 def _of_handler(describe: Descriptions, value: logging.Handler) -> Any:
-    return "handler", describe(type(value)), value.level
+    return "handler", describe.part(type(value)), value.level
 
 
 def _of_logger(describe: Descriptions, value: logging.Logger) -> Any:
@@ -281,11 +281,7 @@ def _of_cell(describe: Descriptions, value: Any) -> Any:
 
 
 def _of_proxy(describe: Descriptions, value: Any) -> Any:
-    return "proxy", describe(gc.get_referents(value)[0])
-
-
-def _of_type(describe: Descriptions, value: Any) -> Any:
-    return type(value).__qualname__, describe(getattr(value, "__origin__", None)), describe(value.__args__)
+    return "proxy", describe.part(gc.get_referents(value)[0])
 
 
 def _of_code(describe: Descriptions, value: Any) -> Any:
@@ -350,8 +346,6 @@ _KINDS: dict[Any, _Describe] = {
     contextvars.ContextVar: _of_variable,
     types.CellType: _of_cell,
     types.MappingProxyType: _of_proxy,
-    types.GenericAlias: _of_type,
-    types.UnionType: _of_type,
     types.CodeType: _of_code,
     Buffer: _of_buffer,
     np.ndarray: _of_array,
@@ -372,9 +366,12 @@ _BASES: tuple[tuple[type, _Describe], ...] = (
 
 @functools.lru_cache(maxsize=4096)
 def code_digest(code: types.CodeType) -> str:
-    """A digest of everything in a code object that a call depends on."""
+    """A digest of everything in a code object that a call depends on.
+
+    Without its file and its qualified name: equal code objects, of which the cache has one, may have others.
+    """
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_firstlineno
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_qualname, code.co_filename
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     tables = code.co_code.hex(), code.co_exceptiontable.hex(), tuple(code.co_lines())
     text = repr((counts, names, tables, tuple(map(_constant_text, code.co_consts))))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -8,8 +8,8 @@ Note [Stored traces]
     the trace not storable. So a trace is used only where this process would record the same one.
 
     Guards compare what recorded code read. What code of libraries reads is constant within a process, and has no guard. So descriptions
-    contain what is in objects of libraries, and the record is looked up by the state of libraries (`_library_state`). A trace is not
-    stored if it depends on what no other process has (`reads._process_only`): addresses, or that it has printed something.
+    contain what is in objects of libraries, and the record is looked up by the state of libraries before the trace (`_library_state`). A
+    trace is not stored if it depends on what no other process has (`reads._process_only`): addresses, or that it has printed something.
 """
 
 from __future__ import annotations

@@ -42,7 +42,10 @@ def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
         NotStorable: an argument has no text.
     """
     code: Any = fn.__func__ if type(fn) is types.MethodType else fn
-    about = code_digest(code_of(code)) if is_a(code, types.FunctionType) else description(type(fn))
+    if is_a(code, types.FunctionType):
+        about: Any = code.__code__.co_filename, code.__qualname__, code_digest(code_of(code))
+    else:
+        about = description(type(fn))
     devices = [(d.id, d.platform, d.device_kind) for d in client.devices()]
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "dir" not in k}
     parts = (
