@@ -34,16 +34,30 @@ def step(x):
 LOSSES = TRAIN + "print([round(step(X).item(), 5) for _ in range(3)], step.num_traces)"
 
 
-def run(folder: Path, script: str) -> list[str]:
+def run(folder: Path, script: str, start: str = START) -> list[str]:
     """The lines that a script prints in a process of its own. The file stays the same file if the script does."""
-    path, text = folder / "script.py", START + textwrap.dedent(script)
+    path, text = folder / "script.py", start + textwrap.dedent(script)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(folder),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     env.pop("PYTEST_CURRENT_TEST", None)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def test_the_first_step_of_a_second_process_uses_the_default_folder(tmp_path: Path) -> None:
+    start = START.replace('spmd.configure(cache_dir="cache")\n', "")
+    assert start != START
+    first, second = run(tmp_path, LOSSES, start), run(tmp_path, LOSSES, start)
+    assert first[0].endswith("] 1")
+    assert second[0] == first[0].removesuffix("1") + "0"
 
 
 SOURCES = {

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import NamedSharding
 
 from spmd.base._program_files import ProgramFiles, files_in_use
+from spmd.base._settings import keep_programs_by_default
 from spmd.device._buffer_stack import stack_of
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.find._discover import Reachable
@@ -132,6 +133,7 @@ class TraceStore:
     @staticmethod
     def of(fn: Any, name: str, options: Options, call: Signature, client: Any) -> TraceStore:
         """The store for a call. It stores nothing if the cache is not in use, or if the arguments cannot be described."""
+        keep_programs_by_default()
         if files_in_use() is None or options.check or call.numbers or call.copied:
             return TraceStore()
         try:
