@@ -18,6 +18,8 @@ from tests import launched
 SCRIPT = """
 import sys
 import jax, torch, spmd
+from spmd.base import _program_files
+_program_files.WORTH_KEEPING_S = 0.0
 found = []
 if len(sys.argv) > 1:
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
@@ -65,11 +67,13 @@ def run(home: Path, *arguments: object) -> str:
 
 
 def test_the_next_process_compiles_nothing_and_nobody_asked_for_it(tmp_path: Path) -> None:
-    assert run(tmp_path) == "0 1"
+    hits, misses = run(tmp_path).split()  # the step, and small programs of the optimizer's state
+    assert int(misses) >= 1
+    assert hits == "0"
     (program,) = (tmp_path / "spmd").glob("machine-*/*step*.program")
     assert (tmp_path / "spmd").stat().st_mode & 0o777 == 0o700
     assert program.stat().st_mode & 0o777 == 0o600
-    assert run(tmp_path) == "1 0"
+    assert run(tmp_path) == f"{misses} 0"
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "jax's"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,7 +51,6 @@ def trained(model: nn.Module, optimizer: Any, wrap: Any, device: str, count: int
         optimizer.step()
         return loss.detach()
 
-    step.__name__ = sys._getframe(1).f_code.co_name  # traces of different cases are not those of one function
     losses = calls(wrap(step), device, count)
     return [*losses, *(p.detach() for p in model.parameters()), *(v for s in optimizer.state.values() for v in s.values())]
 
@@ -85,7 +85,9 @@ def main(folder: str, variant: str, *names: str) -> None:
     for name in names or CASES:
         run, steps = CASES[name], []
 
-        def wrap(fn: Any, steps: Any = steps, **options: Any) -> Any:
+        def wrap(fn: Any, steps: Any = steps, name: str = name, **options: Any) -> Any:
+            if isinstance(fn, types.FunctionType):
+                fn.__name__ = name  # traces of different cases are not those of one function
             steps.append(spmd.compile(fn, **options))
             return steps[-1]
 

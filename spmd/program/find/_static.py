@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import sys
 import threading
 import types
 from contextlib import suppress
@@ -42,6 +44,24 @@ def is_python_class(cls: type) -> bool:
 def static_attribute(value: Any, name: str, default: Any = None) -> Any:
     """The attribute as it is stored on the object or its class, without descriptors."""
     return inspect.getattr_static(value, name, default)
+
+
+def class_dict(cls: type) -> dict[str, Any]:
+    """The dict behind the read-only `cls.__dict__`."""
+    return gc.get_referents(cls.__dict__)[0]
+
+
+def named(module: str, qualname: str) -> Any:
+    """What a loaded module has under a qualified name; the module for an empty name; None if there is nothing."""
+    found: Any = sys.modules.get(module)
+    for name in qualname.split(".") if qualname else ():
+        found = inspect.getattr_static(found, name, None)
+    return found.__func__ if type(found) in (staticmethod, classmethod) else found
+
+
+def is_named(value: Any) -> bool:
+    """Whether the module of a class or function has it under its qualified name, as after an import."""
+    return named(value.__module__ or "", value.__qualname__) is value
 
 
 def name_of(function: Any) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmd.base._torch import get_unwrapped, is_functorch_wrapped_tensor
-from spmd.program.find._static import attributes_of, is_python_class
+from spmd.program.find._static import attributes_of, class_dict, is_python_class
 from spmd.program.reads._builtin_attributes import read_module_attribute
 from spmd.program.reads._classes import ORDER, ClassPlace, SpecialPlace
 from spmd.program.reads._content_places import AttributePlace, content_place
@@ -423,7 +423,7 @@ class PlacesRead:
         """A list with the dict behind the read-only `cls.__dict__`."""
         found = self._classes.get(cls)
         if found is None:
-            found = self._classes[cls] = gc.get_referents(cls.__dict__)[:1]
+            found = self._classes[cls] = [class_dict(cls)]
             self._owners[id(found[0])] = cls
         return found
 

@@ -30,7 +30,7 @@ import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
-from spmd.program.find._static import attributes_of, is_python_class, slots_of
+from spmd.program.find._static import attributes_of, is_named, is_python_class, slots_of
 from spmd.program.reads import PLAIN, code_of, content_of, is_recorded, items_of
 
 _MOST = 10_000  # objects in one description
@@ -67,16 +67,6 @@ def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
 def is_ours(value: Any) -> bool:
     """Whether a value is a class or function of this package."""
     return is_a(value, (type, types.FunctionType)) and f"{value.__module__}.".startswith(("spmd.", "mesh."))
-
-
-def importable(value: Any) -> bool:
-    """Whether a class or function is what its module has under its qualified name."""
-    found: Any = sys.modules.get(value.__module__ or "")
-    for name in value.__qualname__.split("."):
-        found = inspect.getattr_static(found, name, None)
-    if is_a(found, (staticmethod, classmethod)):
-        found = found.__func__
-    return found is value
 
 
 def has_own_attributes(tensor: torch.Tensor) -> bool:
@@ -193,7 +183,7 @@ def _of_module(describe: Descriptions, value: Any) -> Any:
 def _of_class(describe: Descriptions, value: Any) -> Any:
     if not is_python_class(value):
         return "class", value.__module__, value.__qualname__
-    if not importable(value):
+    if not is_named(value):
         raise NotStorable(f"the class {value.__qualname__}, which is not a variable of its module")
     members = value._member_map_ if is_a(value, enum.EnumType) else {}  # Python's library reads these, which is not recorded
     described = *members, *describe.inside((member._value_ for member in members.values()), is_deep=True)
@@ -387,4 +377,4 @@ def _constant_text(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-__all__ = ["LAYOUTS", "Descriptions", "NotStorable", "code_digest", "description", "has_own_attributes", "importable", "is_a", "is_ours"]
+__all__ = ["LAYOUTS", "Descriptions", "NotStorable", "code_digest", "description", "has_own_attributes", "is_a", "is_ours"]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import gc
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +15,9 @@ from typing import Any
 
 import torch
 
-from spmd.program.find._static import attributes_of, is_python_class, slots_of
+from spmd.program.find._static import attributes_of, class_dict, is_named, is_python_class, named, slots_of
 from spmd.program.reads import PLAIN, SPECIAL, code_of, content_of, items_of
-from spmd.program.stored._description import NotStorable, description, has_own_attributes, importable, is_a, is_ours
+from spmd.program.stored._description import NotStorable, description, has_own_attributes, is_a, is_ours
 
 Node = tuple[int | None, str, Any]  # the parent's position in the table, or None for a root; the kind of the step; its key
 _LARGEST = 100_000  # items of a container that is searched
@@ -38,21 +36,14 @@ _WORDS: dict[type, tuple[str, ...]] = {  # attributes in C of objects of a class
 _SEQUENCES = (list, tuple, collections.deque)
 
 
-def dict_of(owner: Any) -> Any:
+def _dict_of(owner: Any) -> Any:
     """The dict of an object, module or class."""
-    return gc.get_referents(owner.__dict__)[0] if isinstance(owner, type) else attributes_of(owner)
-
-
-def _global(_: Any, key: tuple[str, str]) -> Any:
-    found: Any = sys.modules[key[0]]
-    for name in key[1].split(".") if key[1] else ():
-        found = inspect.getattr_static(found, name)
-    return found.__func__ if is_a(found, (staticmethod, classmethod)) else found
+    return class_dict(owner) if is_a(owner, type) else attributes_of(owner)
 
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
-    "global": _global,
-    "dict": lambda owner, _: dict_of(owner),
+    "global": lambda _, key: named(*key),
+    "dict": lambda owner, _: _dict_of(owner),
     "item": lambda owner, key: dict.__getitem__(owner, key),
     "at": lambda owner, index: items_of(owner)[index][1],
     "index": lambda owner, index: _sequence(owner).__getitem__(owner, index),
@@ -119,11 +110,11 @@ class Search:
             value = _class_of(value)
         if is_a(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             self._visit(value, (None, "global", (value.__name__, "")))
-        elif is_a(value, (type, types.FunctionType, types.BuiltinFunctionType)) and importable(value):
+        elif is_a(value, (type, types.FunctionType, types.BuiltinFunctionType)) and is_named(value):
             self._visit(value, (None, "global", (value.__module__, value.__qualname__)))
         elif is_a(value, types.FunctionType) and "<" not in value.__qualname__ and value.__module__ in sys.modules:
             key = value.__module__, value.__qualname__  # a decorator has replaced it there, and may hold it
-            self._visit(_global(None, key), (None, "global", key))
+            self._visit(named(*key), (None, "global", key))
         self._run()
 
     def table(self, wanted: list[Any]) -> tuple[list[Node], list[int]]:
@@ -156,7 +147,7 @@ def _class_of(namespace: dict[Any, Any]) -> Any:
     """The class whose dict this is, if it is a variable of its module; else None."""
     module = sys.modules.get(str(dict.get(namespace, "__module__")))
     classes = (c for c in list(vars(module).values()) if is_a(c, type)) if is_a(module, types.ModuleType) else ()
-    return next((c for c in classes if dict_of(c) is namespace), None)
+    return next((c for c in classes if class_dict(c) is namespace), None)
 
 
 def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> Iterator[tuple[str, Any, Any]]:
@@ -182,10 +173,10 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
     elif kind is types.CellType:
         yield "contents", None, content_of(value)
     elif issubclass(kind, type):
-        namespaces.add(id(dict_of(value)))
+        namespaces.add(id(class_dict(value)))
         yield from (("base", i, base) for i, base in enumerate(value.__mro__) if is_python_class(base))
     if is_space:
-        yield "dict", None, dict_of(value)
+        yield "dict", None, _dict_of(value)
     if is_python_class(kind):
         yield "type", None, kind
     if is_space:

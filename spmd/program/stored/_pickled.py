@@ -33,10 +33,10 @@ import torch
 from mesh import Mesh, ShardingSpec
 from mesh._devices import devices
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, strided_alias
-from spmd.program.find._static import is_python_class
+from spmd.program.find._static import is_named, is_python_class
 from spmd.program.reads import ABSENT, PLAIN, content_of
 from spmd.program.reuse._columns import Guards
-from spmd.program.stored._description import Descriptions, NotStorable, importable, is_a, is_ours
+from spmd.program.stored._description import Descriptions, NotStorable, is_a, is_ours
 from spmd.program.stored._modules import Modules
 from spmd.program.stored._paths import Node, Places, Search
 
@@ -87,7 +87,7 @@ class _Writer(pickle.Pickler):
             return "storage", self._reference(self._tensors[id(obj.spmd_buffer)])
         if is_a(obj, jax.Device):
             return "device", (obj.platform, obj.id)
-        if obj in self._search and (kind is Buffer or (kind is types.FunctionType and not importable(obj))):
+        if obj in self._search and (kind is Buffer or (kind is types.FunctionType and not is_named(obj))):
             return "at", self._reference(obj)
         if id(obj) in self._live or not self._is_by_value(obj, kind) or (obj in self._search and not is_ours(obj)):
             return "at", self._reference(obj)
@@ -119,7 +119,7 @@ class _Writer(pickle.Pickler):
         if parts is not None:
             return parts(obj)
         if kind is types.FunctionType:
-            return NotImplemented if importable(obj) else _function_parts(obj)
+            return NotImplemented if is_named(obj) else _function_parts(obj)
         if kind in _METHODS[1:] and not is_a(obj.__self__, types.ModuleType):
             return getattr, (obj.__self__, obj.__name__)
         if kind is ShardingSpec:

@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from spmd.program.find._static import is_python_class
+from spmd.program.find._static import is_named, is_python_class
 from spmd.program.trace._object_parts import RUNNING
 
 _KINDS = (contextvars.ContextVar, threading.local, functools._lru_cache_wrapper)
@@ -56,7 +56,7 @@ def title_of(value: Any) -> str | None:
     """A description of `value`, an object that the trace created, if no call can create it anew; else None."""
     kind: Any = type(value)
     if isinstance(value, type):
-        return None if _is_named(value) else f"the class {value.__qualname__}"
+        return None if is_named(value) else f"the class {value.__qualname__}"
     if issubclass(kind, types.ModuleType):
         return None if sys.modules.get(value.__name__) is value else f"the module {value.__name__}"
     if issubclass(kind, logging.Logger):
@@ -76,19 +76,11 @@ def title_of_uncopied(value: Any) -> str | None:
 
 def is_made_class(cls: type) -> bool:
     """Whether a class statement created `cls` outside of an import."""
-    return is_python_class(cls) and not _is_named(cls)
+    return is_python_class(cls) and not is_named(cls)
 
 
 def _with_article(kind: type) -> str:
     return f"{'an' if kind.__name__[0] in 'aeiouAEIOU' else 'a'} {kind.__name__}"
-
-
-def _is_named(cls: type) -> bool:
-    """Whether the module of a class has it under its qualified name, as after an import."""
-    found: Any = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
-        found = vars(found).get(name) if hasattr(found, "__dict__") else None
-    return found is cls
 
 
 def _is_immutable(value: Any) -> bool:
