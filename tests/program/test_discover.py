@@ -182,6 +182,19 @@ def test_what_holds_itself_is_walked_once() -> None:
     assert len(look(by_closure(own)).modules) == 1
 
 
+class Unbuilt:
+    """As a lazily built settings object: its class is that of an object which it would have to build."""
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError("built")
+
+
+def test_an_object_is_not_built_to_learn_its_class() -> None:
+    settings = {"lazy": Unbuilt(), "model": MODEL}
+    assert len(look(by_closure(settings)).modules) == 1
+
+
 def test_an_object_without_attributes_of_its_own_is_passed_over() -> None:
     one = Slotted()
     one.model = MODEL

@@ -147,3 +147,10 @@ def test_equal_keys_and_ranges_of_another_kind_are_not_the_same() -> None:
     for held["range"] in (range(0), range(5, 5), range(0)):
         found.append(start(x).item())
     assert found == [1, 6, 1]
+
+
+def test_an_argument_that_contains_itself_is_refused_by_name() -> None:
+    cyclic: list[Any] = [2.0]
+    cyclic.append(cyclic)
+    with pytest.raises(spmd.SpmdError, match="contains itself"):
+        spmd.compile(lambda x, numbers: x * numbers[0])(batch(3), cyclic)

@@ -647,3 +647,19 @@ def test_an_object_is_converted_to_a_number_by_its_own_code() -> None:
         return temperature.seen, errors, getattr(step, "num_traces", 0) <= 2
 
     assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
+
+
+def test_a_list_that_contains_itself_has_places_like_any_other() -> None:
+    cyclic: list[Any] = [1]
+    cyclic.append(cyclic)
+
+    @spmd.compile
+    def scaled(x: Any) -> Any:
+        return x * len(cyclic) * cyclic[1][0]
+
+    x, found = torch.ones(1, device="jax"), []
+    for i in range(5):
+        cyclic[0] = i
+        found.append(scaled(x).item())
+    assert found == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert scaled.num_traces == 2

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._objects import flatten
-from spmd.program.find._static import attributes_of, static_attribute
+from spmd.program.find._static import attributes_of, is_a, static_attribute
 from spmd.program.reads import PLAIN, is_library
 
 _DEPTH = 4
@@ -54,31 +54,31 @@ class Reachable:
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Visit `value` and everything in it: modules, optimizers, functions, containers, and objects, at most `_DEPTH` levels deep."""
-        if depth > _DEPTH or id(value) in self._seen or isinstance(value, (*PLAIN, types.ModuleType)):
+        if depth > _DEPTH or id(value) in self._seen or is_a(value, (*PLAIN, types.ModuleType)):
             return
         self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             self.tensors[id(value)] = value
-        elif isinstance(value, torch.nn.Module):
+        elif is_a(value, torch.nn.Module):
             self._visit_module(value, name, depth)
-        elif isinstance(value, torch.optim.Optimizer):
+        elif is_a(value, torch.optim.Optimizer):
             if any(value is other for other in self.as_objects):
                 self._visit_container([*(group["params"] for group in value.param_groups), value.state], name, depth)
             elif any(p.device.type == "jax" for group in value.param_groups for p in group["params"]):
                 self.optimizers.append(value)
-        elif isinstance(value, (list, tuple, set, dict)):
+        elif is_a(value, (list, tuple, set, dict)):
             self._visit_container(value, name, depth)
-        elif isinstance(value, functools.partial):
+        elif is_a(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self.visit(part, name, depth + 1)
-        elif isinstance(value, types.MethodType):
+        elif is_a(value, types.MethodType):
             self.visit(value.__self__, "self", depth + 1)
             self.visit(value.__func__, name, depth)
-        elif isinstance(value, types.FunctionType):
+        elif is_a(value, types.FunctionType):
             self._visit_function(value, depth)
         elif isinstance(wrapped := static_attribute(value, "__wrapped__"), types.FunctionType):  # another compiled function
             self.visit(wrapped, name, depth)
-        elif isinstance(value, type):
+        elif is_a(value, type):
             self._note_class(value, value.__name__)
         elif not is_library(type(value).__module__):
             self._visit_object(value, name, depth)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from spmd.base._errors import TraceAgain
+from spmd.base._errors import SpmdError, TraceAgain, message
 from spmd.base._torch import pytree
 from spmd.device._storage import is_device_tensor
-from spmd.program.find._static import attributes_of
+from spmd.program.find._static import attributes_of, is_a
 from spmd.program.reads import PLAIN, is_library
 
 if TYPE_CHECKING:
@@ -78,8 +78,19 @@ def flatten(value: Any, known: Sequence[Any] = (), classes: Collection[type] = f
         value: the value.
         known: objects that are flattened too and get the first numbers, whether or not they occur in `value`.
         classes: classes whose instances are containers even if they have no device tensor.
+
+    Raises:
+        SpmdError: a list, tuple or dict contains itself.
     """
-    return _flattened(value, known, lambda leaf: type(leaf) in classes or is_holder(leaf))
+    try:
+        return _flattened(value, known, lambda leaf: type(leaf) in classes or is_holder(leaf))
+    except RecursionError as error:
+        raise SpmdError(
+            message(
+                "an argument or result of a compiled function is a list or dict that contains itself, or is nested too deep",
+                fix="pass an object that has it as an attribute, or reach it as a variable of the function",
+            )
+        ) from error
 
 
 def _flattened(value: Any, known: Sequence[Any], is_container: Callable[[Any], bool]) -> Flat:
@@ -91,10 +102,10 @@ def _flattened(value: Any, known: Sequence[Any], is_container: Callable[[Any], b
         flat, spec = pytree.tree_flatten(container)
         found: list[int | None] = []
         for leaf in flat:
-            if id(leaf) not in numbers and not isinstance(leaf, PLAIN) and is_container(leaf):
+            if id(leaf) not in numbers and not is_a(leaf, PLAIN) and is_container(leaf):
                 numbers[id(leaf)] = len(objects)
                 objects.append(leaf)
-            found.append(None if isinstance(leaf, PLAIN) else numbers.get(id(leaf)))
+            found.append(None if is_a(leaf, PLAIN) else numbers.get(id(leaf)))
             if found[-1] is None:
                 leaves.append(leaf)
         return Part(spec, tuple(found))
@@ -165,20 +176,20 @@ def _may_hold(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """Whether `value` is an object of a user's class, and not a module, an optimizer or an object with a compiled method."""
-    if isinstance(value, (*PLAIN, *_NOT_HOLDERS)) or is_library(type(value).__module__):
+    if is_a(value, (*PLAIN, *_NOT_HOLDERS)) or is_library(type(value).__module__):
         return False
     return not any(isinstance(a, Compiled) for cls in type(value).__mro__ for a in vars(cls).values())
 
 
 def _find_tensors(value: Any, depth: int, held: list[bool], seen: set[int]) -> None:
     """Add True to `held` for a device tensor and False for a module or optimizer within `value`."""
-    if isinstance(value, PLAIN) or depth < 0 or id(value) in seen:
+    if is_a(value, PLAIN) or depth < 0 or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         if is_device_tensor(value):
             held.append(True)
-    elif isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+    elif is_a(value, (torch.nn.Module, torch.optim.Optimizer)):
         held.append(False)
     else:
         parts = [contents_of(value)] if _may_hold(value) else pytree.tree_leaves(value)
@@ -196,9 +207,9 @@ def _blank(cls: Any) -> Any:
 def contents_of(instance: Any) -> dict[str, Any]:
     """The attributes of an object, and its items under the key `ITEMS` if it is a dict or list."""
     contents = dict(attributes_of(instance) or {})
-    if isinstance(instance, dict):
+    if is_a(instance, dict):
         contents[ITEMS] = dict(instance)
-    elif isinstance(instance, list):
+    elif is_a(instance, list):
         contents[ITEMS] = list(instance)
     return contents
 

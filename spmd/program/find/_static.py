@@ -14,9 +14,14 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 
 
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """`isinstance` by the real class of a value: its `__class__` may be a property, which builds an object or raises an error."""
+    return issubclass(type(value), kinds)
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attribute dict of an object; None if it has none."""
-    if isinstance(value, threading.local):
+    if is_a(value, threading.local):
         return vars(value)  # the dict of the current thread
     try:
         found = object.__getattribute__(value, "__dict__")

@@ -267,8 +267,12 @@ def _lists_varying(value: Any) -> bool:
     return is_sequence(value) and any(map(_holds_varying, value))
 
 
-def _holds_varying(value: Any) -> bool:
-    return type(value) is Varying or (is_sequence(value) and any(map(_holds_varying, value)))
+def _holds_varying(value: Any, around: tuple[Any, ...] = ()) -> bool:
+    """Whether it is or holds a varying number. `around`: the sequences that it is in; a list can be in itself."""
+    if not is_sequence(value):
+        return type(value) is Varying
+    inner = (*around, value)
+    return any(_holds_varying(part, inner) for part in value if all(part is not sequence for sequence in inner))
 
 
 def _takes_varying(fn: Any) -> bool:

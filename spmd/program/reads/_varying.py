@@ -341,11 +341,14 @@ def float_operand(left: Any, size: Any) -> Any:
     return size.beside(left) if type(left) is float else left
 
 
-def is_varying(key: Any) -> bool:
-    """Whether a key contains varying numbers, in slices, tuples or lists."""
+def is_varying(key: Any, around: tuple[Any, ...] = ()) -> bool:
+    """Whether a key contains varying numbers, in slices, tuples or lists. `around`: what it is in; a list can be in itself."""
     if type(key) is slice:
         return any(type(part) is Varying for part in (key.start, key.stop, key.step))
-    return type(key) is Varying or (type(key) in (tuple, list) and any(map(is_varying, key)))
+    if type(key) not in (tuple, list):
+        return type(key) is Varying
+    inner = (*around, key)
+    return any(is_varying(part, inner) for part in key if all(part is not container for container in inner))
 
 
 def fixed(key: Any) -> Any:

@@ -30,7 +30,7 @@ import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
-from spmd.program.find._static import attributes_of, is_named, is_python_class, slots_of
+from spmd.program.find._static import attributes_of, is_a, is_named, is_python_class, slots_of
 from spmd.program.reads import PLAIN, code_of, content_of, is_recorded, items_of
 
 _MOST = 10_000  # objects in one description
@@ -57,11 +57,6 @@ LAYOUTS = (Mesh, ShardingSpec, PartitionSpec)
 
 class NotStorable(Exception):
     """A trace depends on a value that another process cannot compare with its own. The message names the value."""
-
-
-def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """`isinstance` by the real class of a value. `__class__` may be the program's code."""
-    return issubclass(type(value), kinds)
 
 
 def is_ours(value: Any) -> bool:
