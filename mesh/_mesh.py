@@ -310,7 +310,8 @@ def _title(names: Sequence[str], shape: Sequence[int], topology: str | None = No
 def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     sizes = np.asarray(mesh_shape)
     if sizes.ndim != 1 or sizes.size == 0 or sizes.dtype.kind not in "iu" or (sizes < 1).any():
-        raise MeshError(message(f"{mesh_shape!r} is not a mesh shape", fix="pass one positive size per axis, e.g. (4, 2)"))
+        fix = 'pass device ids, then one positive size per axis, then names: mesh.Mesh(range(8), (4, 2), ("data", "model"))'
+        raise MeshError(message(f"{mesh_shape!r} is not a mesh shape", fix=fix))
     return tuple(int(size) for size in sizes)
 
 

@@ -111,6 +111,7 @@ def test_axis_grouped_twice_is_refused() -> None:
     [
         ((range(8), (4, 3)), "needs 12 device ids, got 8"),
         ((range(8), ()), "is not a mesh shape"),
+        (((4, 2), ("data", "model")), r"is not a mesh shape\n  fix: pass device ids, then"),
         ((range(8), 8), "is not a mesh shape"),
         ((range(8), (8.0,)), "is not a mesh shape"),
         ((range(0), (0,)), "is not a mesh shape"),
