@@ -280,6 +280,23 @@ def in_an_attribute() -> tuple[Read, Write]:
 
 
 @place
+def in_a_dict_that_replaces_the_attributes() -> tuple[Read, Write]:
+    held = Plain()
+    return lambda: held.scale, lambda v: setattr(held, "__dict__", {"scale": v})
+
+
+@place
+def in_attributes_that_two_objects_share() -> tuple[Read, Write]:
+    held, other = Plain(), Plain()
+    other.__dict__ = held.__dict__
+
+    def write(value: float) -> None:
+        other.__dict__ = {"scale": value}
+
+    return lambda: held.scale * 0 + other.scale, write
+
+
+@place
 def by_getattr() -> tuple[Read, Write]:
     return attribute(Plain())
 

@@ -27,6 +27,18 @@ class Held:
     def __exit__(self, *error: Any) -> bool:
         return True
 
+    async def __aenter__(self) -> Any:
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool:
+        return True
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> Any:
+        raise StopAsyncIteration
+
 
 def enter(held: Any) -> Any:
     with held as found:
@@ -53,6 +65,35 @@ def set_and_delete(held: Any) -> None:
 
 def set_item(held: Any) -> None:
     held[0] = 1
+
+
+def drive(coroutine: Any) -> Any:
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it waits for something")
+
+
+async def wait(held: Any) -> Any:
+    return await held
+
+
+async def enter_later(held: Any) -> Any:
+    async with held as found:
+        return found
+
+
+async def iterate_later(held: Any) -> Any:
+    return [each async for each in held]
+
+
+async def give(*given: Any) -> Any:
+    return 1
+
+
+async def give_nothing(*given: Any) -> Any:
+    raise StopAsyncIteration
 
 
 # by method: what it is at first, and what looks it up
@@ -93,6 +134,11 @@ METHODS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "length_hint": (lambda s: 1, operator.length_hint),
     "torch_function": (classmethod(lambda cls, fn, kinds, args=(), kwargs=None: 1), lambda a: torch.add(a, 1)),
     "array": (lambda s, *how, **options: np.ones(1), np.asarray),
+    "await": (lambda s: iter(()), lambda a: drive(wait(a))),
+    "aenter": (give, lambda a: drive(enter_later(a))),
+    "aexit": (give, lambda a: drive(enter_later(a))),
+    "aiter": (lambda s: s, lambda a: drive(iterate_later(a))),
+    "anext": (give_nothing, lambda a: drive(iterate_later(a))),
     "class_getitem": (classmethod(lambda cls, key: 1), lambda a: type(a)[int]),
     "init_subclass": (classmethod(lambda cls: None), lambda a: type("Other", (type(a),), {})),
     "instancecheck": (lambda s, o: True, lambda a: isinstance(1, a)),

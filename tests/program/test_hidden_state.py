@@ -453,3 +453,30 @@ def test_files_are_written_while_the_function_is_traced(tmp_path: Path, capsys: 
     assert [name.read_text() for name in names] == ["a", "b\n", "c"]
     with open(names[0]) as file, pytest.raises(spmd.TraceError, match="an iterator from before the call"):
         spmd.compile(lambda x: x * len(file.readline()))(torch.ones(1, device="jax"))
+
+
+def test_a_file_that_the_function_reads_and_changes_is_read_by_every_call(tmp_path: Path) -> None:
+    count, cache = tmp_path / "count", tmp_path / "cache"
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        number = int(count.read_text())
+        count.write_text(str(number + 1))
+        return x * number
+
+    def cached(x: torch.Tensor) -> torch.Tensor:
+        if not cache.exists():
+            cache.write_text("3")
+            return x * 10
+        return x * int(cache.read_text())
+
+    def run(wrap: Any, x: torch.Tensor) -> list[Any]:
+        count.write_text("1")
+        cache.unlink(missing_ok=True)
+        first, second = wrap(counted), wrap(cached)
+        found = [first(x).tolist() for _ in range(3)] + [second(x).tolist() for _ in range(3)]
+        cache.unlink()
+        return [*found, second(x).tolist(), second(x).tolist(), count.read_text()]
+
+    assert run(spmd.compile, torch.ones(2, device="jax")) == run(lambda fn: fn, torch.ones(2))
+    step, x = spmd.compile(cached), torch.ones(2, device="jax")
+    assert [step(x)[0].item() for _ in range(3)] == [3, 3, 3] and step.num_traces == 1

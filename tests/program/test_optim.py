@@ -652,3 +652,31 @@ def test_a_setting_is_shown_and_asked_as_the_float_that_it_is(name: str) -> None
     for lr in (0.1, 0.05, 0.1):
         optimizer.param_groups[0]["lr"] = lr
         assert step() == TEXTS[name](lr)
+
+
+def test_an_optimizer_without_parameters_on_the_device_steps() -> None:
+    """One whose groups were emptied has nothing to prepare; what one of the CPU updates is refused, and put back."""
+
+    def run(wrap: Any, device: str) -> list[list[float]]:
+        weight = nn.Parameter(torch.ones(2, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.step()
+
+        compiled, found = wrap(step), list[list[float]]()
+        for edit in (list, list, optimizer.param_groups[0]["params"].clear, optimizer.param_groups.clear):
+            edit()
+            compiled()
+            found.append(weight.tolist())
+        return found
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
+    on_host = nn.Parameter(torch.ones(2))
+    on_host.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([on_host], lr=0.1)
+    with pytest.raises(spmd.TraceError, match="updates .* in place, which is on the CPU"):
+        spmd.compile(lambda x: (optimizer.step(), x * 2)[1])(torch.ones(2, device="jax"))
+    assert on_host.tolist() == [1.0, 1.0]

@@ -20,6 +20,8 @@ USES["all"] = lambda x, value: torch.cat([use(x, value) for name, use in USES.it
 # Each write makes another object, which is another program.
 REPLACED = {
     "in_a_frozen_dataclass_that_is_replaced",
+    "in_a_dict_that_replaces_the_attributes",
+    "in_attributes_that_two_objects_share",
     "in_a_static_method_that_is_replaced",
     "in_a_method_that_is_replaced",
     "in_a_method_of_the_object_itself",

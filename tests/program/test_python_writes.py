@@ -55,6 +55,11 @@ class Scaled:
         self._scale = value
 
 
+class Plain:
+    def __init__(self) -> None:
+        self.n = 0
+
+
 class Other(Scaled):
     """Another class that an object may become one of."""
 
@@ -121,6 +126,7 @@ class State:
         self.heap: list[int] = [5, 1, 4]
         self.space = types.SimpleNamespace(n=0)
         self.watched, self.scaled, self.lazy, self.slotted = Watched(), Scaled(), Lazy(), Slotted()
+        self.plain = Plain()
         self.module = nn.Module()
         self.module.steps = 0  # type: ignore[assignment]
         self.module.register_buffer("mean", torch.zeros(2))
@@ -168,6 +174,7 @@ ROWS: dict[str, Write] = {
     "a number of C": lambda s, x: (setattr(s.number, "value", s.number.value + 1), setattr(s, "count", s.number.value)),
     "output that is kept": lambda s, x: printed(s),
     "a class": lambda s, x: setattr(type(s), "total", type(s).total + 1),
+    "the attributes of an object": lambda s, x: setattr(s.plain, "__dict__", {"n": s.plain.n + 1, "sums": [x.sum()]}),
     "the class of an object": lambda s, x: setattr(s.scaled, "__class__", Other if type(s.scaled) is Scaled else Scaled),
     "a slot": lambda s, x: setattr(s.slotted, "count", s.slotted.count + 1),
     "a property": lambda s, x: setattr(s.scaled, "scale", s.scaled.scale * 2),

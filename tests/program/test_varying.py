@@ -367,6 +367,15 @@ def test_code_that_needs_the_number_itself_gets_it() -> None:
         assert step(torch.ones(1).to("jax")).tolist() == [size + 1.0] * size
 
 
+def test_a_number_that_torchs_code_does_not_take_is_a_constant() -> None:
+    """`calculate_gain` wants an int or a float, and raises ValueError for anything else."""
+    step = spmd.compile(lambda x, slope: x * torch.nn.init.calculate_gain("leaky_relu", slope), max_retraces=50)
+    x = torch.ones(1)
+    for slope in (1, 2, 3, 0.5, 0.25):
+        expected = x * torch.nn.init.calculate_gain("leaky_relu", slope)
+        assert step(x.to("jax"), slope).tolist() == expected.tolist()
+
+
 def test_a_loss_may_be_added_to_a_number_and_to_a_list() -> None:
     meter, log = {"total": 0.0}, []
 

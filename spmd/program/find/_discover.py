@@ -64,7 +64,7 @@ class Reachable:
         elif is_a(value, torch.optim.Optimizer):
             if any(value is other for other in self.as_objects):
                 self._visit_container([*(group["params"] for group in value.param_groups), value.state], name, depth)
-            elif any(p.device.type == "jax" for group in value.param_groups for p in group["params"]):
+            elif has_device_parameters(value):
                 self.optimizers.append(value)
         elif is_a(value, (list, tuple, set, dict)):
             self._visit_container(value, name, depth)
@@ -193,6 +193,11 @@ class Reachable:
         self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)
         for defaults in (fn.__defaults__, fn.__kwdefaults__):
             self.visit(defaults, "", depth + 1)
+
+
+def has_device_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has any parameter on device 'jax': one without has nothing to prepare."""
+    return any(p.device.type == "jax" for group in optimizer.param_groups for p in group["params"])
 
 
 def reachable(

@@ -43,6 +43,7 @@ from spmd.program.reads._copies import note_copy
 from spmd.program.reads._definitions import note_inspection, read_text_of
 from spmd.program.reads._enumerations import note_lookup
 from spmd.program.reads._hidden_state import IN_MEMORY, is_output
+from spmd.program.reads._imports import note_import, note_named_import
 from spmd.program.reads._journal import is_environment
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._logging_calls import note_logging
@@ -309,14 +310,14 @@ def _python_function(recording: Recording, fn: types.FunctionType, args: tuple[A
         recording.read_function(fn)
         read_registry(recording, fn, args)
         return
-    if fn.__module__ in _NOT_REPEATED:
+    if fn.__module__ in _NOT_REPEATED and fn.__name__ not in ("uuid3", "uuid5"):  # these two are hashes
         raise refused(f"{fn.__module__}.{fn.__name__}(): {_NOT_REPEATED[fn.__module__]}")
     if fn.__module__ == "os" and fn.__name__ in ("getenv", "getenvb"):
         recording.read_content(fn.__globals__["environ"])
     _refuse_by_name(fn)
     require_no_address(fn, args)
     if fn is importlib.import_module:
-        recording.imported(args[0], len(args) - 1)
+        note_named_import(recording, *args)
     if fn is logging.addLevelName:
         for names in (logging._levelToName, logging._nameToLevel):
             recording.mutate(recording.owned(logging, names))
@@ -400,6 +401,8 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
     args: Any = given
     recording.ask(fn, question_of(fn, args))
     note_copy(recording, fn, args)
+    if fn is builtins.__import__ and len(args) < 5:
+        note_import(recording, args[0], 0, None, None)
     if fn is builtins.__build_class__:
         recording.load_attr(builtins, "__build_class__")
     if (fn is builtins.eval or fn is builtins.exec) and not any(isinstance(arg, dict) for arg in args[1:]):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
+from spmd.program.find._static import attributes_of
 from spmd.program.reads._places import ContentPlace, Expected, Place, is_same
 from spmd.program.reads._special_names import SPECIAL
 
@@ -20,23 +21,38 @@ if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 ORDER = attrgetter("__mro__")
+_DICT = attrgetter("__dict__")
 
 
 class ClassPlace(Place):
-    """The class of an object, which `__class__ = ...` changes."""
+    """The class of an object, which `__class__ = ...` changes, and which dict has its attributes, which `__dict__ = ...` changes.
 
-    __slots__ = ("cls",)
+    Attributes:
+        columns: what reads the two from the object, without code of the user's.
+    """
+
+    __slots__ = ("attributes", "cls", "columns")
 
     def __init__(self, holder: Any, title: str) -> None:
         super().__init__(holder, title)
-        self.cls = type(holder)
+        self.cls, self.attributes = type(holder), _settable_attributes(holder)
+        is_plain = self.cls.__getattribute__ is object.__getattribute__
+        self.columns = (type,) if self.attributes is None else (type, _DICT if is_plain else _settable_attributes)
 
     def settle(self, expected: Expected) -> None:
-        self.cls = type(self.holder)
+        self.cls, self.attributes = type(self.holder), _settable_attributes(self.holder)
 
     def difference(self) -> str | None:
         now = type(self.holder)
-        return None if now is self.cls else f"{self.title} is a {now.__qualname__} now, it was a {self.cls.__qualname__}"
+        if now is not self.cls:
+            return f"{self.title} is a {now.__qualname__} now, it was a {self.cls.__qualname__}"
+        return None if _settable_attributes(self.holder) is self.attributes else f"{self.title}.__dict__ was replaced"
+
+
+def _settable_attributes(holder: Any) -> dict[str, Any] | None:
+    """The attribute dict of an object that may get another one; None if it cannot."""
+    own = next((found for cls in type(holder).__mro__ if (found := vars(cls).get("__dict__")) is not None), None)
+    return attributes_of(holder) if isinstance(own, types.GetSetDescriptorType) else None
 
 
 class SpecialPlace(Place):

@@ -44,7 +44,7 @@ def _columns_of(place: Place) -> dict[str, Any]:
     if isinstance(place, DictPlace):
         return {"dicts": [holder]}
     if isinstance(place, ClassPlace):
-        return {"values": [(type, [holder])]}
+        return {"values": [(read, [holder]) for read in place.columns]}
     if isinstance(place, SpecialPlace):
         return {"dicts": place.dicts, "values": [(ORDER, [holder])]}
     if isinstance(place, AbstractPlace):

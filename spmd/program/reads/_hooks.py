@@ -245,6 +245,12 @@ def _load_global(name: str) -> None:
             without_hooks(recording, recording.load_global, variables, name)
 
 
+def _imported(module: str, level: int, names: tuple[str, ...] | None) -> None:
+    recording = _now.get(get_ident())
+    if recording is not None and not recording.is_busy:
+        without_hooks(recording, recording.import_module, module, level, names, sys._getframe(1).f_globals.get("__package__"))
+
+
 def _store_global(name: str) -> None:
     recording = _now.get(get_ident())
     if recording is not None and not recording.is_busy:
@@ -264,7 +270,7 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
 _load_known_item = _item_hook("load_item")
 _match_known = _replacing_hook("match_class")
 HOOKS: dict[str, Callable[..., Any]] = {
-    **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "made_with_keys", "imported")},
+    **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "made_with_keys")},
     **{name: _item_hook(name) for name in ("store_item", "delete_item")},
     "load_item": _load_item,
     **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "contains", "compare", "operate", "operate_in_place")},
@@ -279,6 +285,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "load_cell": _load_cell,
     "load_global": _load_global,
     "store_global": _store_global,
+    "imported": _imported,
     "choice": _choice,
     "chosen": _chosen,
     "super_of": lambda made_by, cls, instance: made_by(cls, instance),

@@ -37,7 +37,7 @@ def put_host_bytes(tensor: torch.Tensor, content: tuple[Any, ...]) -> None:
     """Restore the values that `host_bytes` gave, unless the tensor has a different shape now or is sparse."""
     shape, _, _, values, *_ = content
     if tensor.shape == shape and values:
-        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # in this order: inference_mode(False) turns gradients on
             tensor.copy_(torch.frombuffer(bytearray(values), dtype=tensor.dtype).reshape(shape))
 
 

@@ -34,6 +34,7 @@ Hooks = dict[str, Callable[..., Any]]
 # instruction -> position of the container whose content it reads, counted from the top of the stack (1)
 _READS_CONTENT = {
     **dict.fromkeys(("GET_LEN", "BEFORE_WITH", "LOAD_SPECIAL"), 1),
+    **dict.fromkeys(("GET_AWAITABLE", "GET_AITER", "GET_ANEXT", "BEFORE_ASYNC_WITH"), 1),
     **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"), 1),
     **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE"), 1),
     "MATCH_KEYS": 2,
@@ -213,7 +214,7 @@ class Instrumenter:
             yield from self._attribute(instr, op == "LOAD_METHOD" or (isinstance(arg, tuple) and bool(arg[0])), name)
             return
         elif op == "IMPORT_NAME":  # the stack holds the level of a relative import, and above it the names
-            yield from self._observe("imported", [constant(name), Instr("COPY", 5, location=at)], at)
+            yield from self._observe("imported", [constant(name), *[Instr("COPY", 5, location=at)] * 2], at)
         elif op in _OF_ATTRIBUTES:
             yield from self._observe(_OF_ATTRIBUTES[op], [*copies(1), constant(name)], at)
         elif op == "BINARY_SLICE" or _instructions.is_subscript(instr):

@@ -10,6 +10,7 @@ import re
 import stat
 import tempfile
 import types
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from spmd.program.find._static import attributes_of, static_attribute
 from spmd.program.reads._library import is_of_python, is_recorded
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._places import PLAIN, ContentPlace
+from spmd.program.reads._places import PLAIN, ContentPlace, Expected, is_same
 from spmd.program.reads._questions import Question
 
 _ASKS_OF_FILES = (
@@ -60,6 +61,24 @@ _SMALL = 1 << 16  # bytes
 # modules whose functions answer differently in a trace
 _OTHERWISE_IN_A_TRACE = ("torch.compiler", "torch._dynamo", "torch.jit", "torch.fx", "torch.onnx", "torch.export", "torch.random")
 _IN_THE_SIGNATURE = frozenset(("is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"))  # part of a call's signature
+
+
+class FilePlace(ContentPlace):
+    """A place whose content is read from a file. What a trace writes to files is not undone: if it changes what it has read, no call can
+    repeat that, and each traces again.
+    """
+
+    __slots__ = ("is_changed",)
+
+    def __init__(self, holder: Any, title: str, read: Callable[[], Any]) -> None:
+        super().__init__(holder, title, read)
+        self.is_changed = False
+
+    def settle(self, expected: Expected) -> None:
+        self.is_changed = self.is_changed or not is_same(self.read(), self.content)
+
+    def difference(self) -> str | None:
+        return f"the function itself changes {self.title}" if self.is_changed else super().difference()
 
 
 def question_of(fn: Any, args: tuple[Any, ...]) -> Question | None:
@@ -103,8 +122,8 @@ def setting_of(holder: Any, name: str, title: str) -> Question | None:
 
 def answer_place(holder: Any, question: Question) -> ContentPlace | None:
     """The place that holds the answer to a question, if that is a plain value, a tuple or ABSENT."""
-    _, title, answer = question
-    place = ContentPlace(holder, title, answer)
+    key, title, answer = question
+    place = (FilePlace if key[0] in ("file", "of a file") else ContentPlace)(holder, title, answer)
     return place if isinstance(place.content, (*PLAIN, tuple, frozenset)) or place.content is place.read() else None
 
 
@@ -113,7 +132,7 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
     is_method = isinstance(path, pathlib.PurePath) and module.partition(".")[0] == "pathlib"
     if name in _ASKS_OF_FILES and (is_method or module in ("posixpath", "ntpath", "genericpath", "os.path")):
         paths = args[:2] if name == "samefile" else args[:1]
-        return (id(fn), *map(os.fspath, paths)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, paths)
+        return ("of a file", id(fn), *map(os.fspath, paths)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, paths)
     if name in _ASKS_OF_PATHS and (is_method or module in ("posixpath", "ntpath")) and isinstance(path, (str, pathlib.Path)):
         return (name, *map(str, args)), f"{name}({os.fspath(path)!r})", partial(_answer, fn, args)
     if (is_method and name in _READS_OF_PATHS and not opens_to_write(name, args)) or id(fn) in _READS_FILES:

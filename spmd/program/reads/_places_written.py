@@ -100,7 +100,7 @@ class PlacesWritten(PlacesRead):
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
             found = next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), None)
             is_in_c = isinstance(found, types.GetSetDescriptorType) and (
-                isinstance(instance, WITH_PARTS) or name == "__class__" or is_kept_in_c(instance, found)
+                isinstance(instance, WITH_PARTS) or name in ("__class__", "__dict__") or is_kept_in_c(instance, found)
             )
             is_library_defined = is_library_property(found) and not isinstance(instance, torch.Tensor)
             if isinstance(found, types.MemberDescriptorType) or is_in_c or is_library_defined:

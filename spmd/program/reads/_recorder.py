@@ -11,7 +11,7 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from spmd.program.reads._enumerations import read_members
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, SIGNALS, has_hidden_state, is_output, lock_question
 from spmd.program.reads._hooks import QUIET
+from spmd.program.reads._imports import note_import
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
@@ -71,6 +72,7 @@ class Recording(PlacesWritten):
         choice: the block that runs without a known condition. See Note [Choices].
         run_module: called as `run_module(module, run)`; returns `run()`, the result of the module's call.
         note_gradient: called with each tensor whose `grad` is read.
+        imported: names of modules that were imported for this trace.
         has_own_context: whether the trace runs in a copy of the context, so that no context variable has to be unset.
         is_busy: whether the recording itself inspects objects now; hooks return at once.
         seen: holders of reads that are recorded already, by (id, name) or id of a cell; their hooks return at once.
@@ -86,6 +88,7 @@ class Recording(PlacesWritten):
         self.run_module: RunModule = lambda module, run: run()
         self.note_gradient: Callable[[torch.Tensor], None] = lambda tensor: None
         self.has_own_context = self.is_busy = False
+        self.imported: frozenset[str] = frozenset()
         self.seen: dict[Any, Any] = {}
         self._passed: dict[int, Any] = {}
         self._copied: dict[int, Any] = {}
@@ -103,12 +106,8 @@ class Recording(PlacesWritten):
         found = variables.get("__builtins__", builtins)
         return self._entry(found if type(found) is dict else found.__dict__, name, "builtins", ".")
 
-    def imported(self, module: str, level: int) -> None:
-        """Before an import: record which modules `sys.modules` has under the name."""
-        for name in {module, module.partition(".")[0]} if level == 0 else ():
-            if name in sys.modules:
-                self._entry(sys.modules, name, "sys.modules", "[")
-        self.load_attr(builtins, "__import__")
+    def import_module(self, module: str, level: int, names: Sequence[str] | None, package: str | None) -> None:
+        note_import(self, module, level, names, package)
 
     def load_cell(self, cell: Any, name: str) -> None:
         self.seen[id(cell)] = cell

@@ -137,11 +137,10 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
         failed = False
     finally:
         written = [(name, t, copy) for name, t, version, copy in before if _is_written(t, version, copy)]
-        with torch.no_grad():
-            for _, t, copy in written:
-                if copy is not None:
-                    with torch.inference_mode(t.is_inference()):
-                        t.copy_(copy)
+        for _, t, copy in written:
+            if copy is not None:
+                with torch.inference_mode(t.is_inference()), torch.no_grad():  # in this order: inference_mode(False) turns gradients on
+                    t.copy_(copy)
         given = [(name, t, grad) for name, t, grad in gradients if is_host_copy(t.grad)]
         for _, t, grad in given:
             t.grad = grad

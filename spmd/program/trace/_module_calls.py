@@ -19,7 +19,7 @@ from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._torch import UninitializedTensorMixin, is_functorch_wrapped_tensor, pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
-from spmd.program.find._discover import Reachable
+from spmd.program.find._discover import Reachable, has_device_parameters
 from spmd.program.optim._traced_state import OptimizerAsObject
 from spmd.program.reads import RunModule
 from spmd.program.trace._trace_settings import TraceSettings
@@ -114,7 +114,7 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _lbfgs()
-        if all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
+        if has_device_parameters(optimizer) and all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
             raise Undiscovered(optimizer)
         recorder.note_step(optimizer)
 

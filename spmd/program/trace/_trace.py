@@ -142,10 +142,11 @@ _PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
 """The patches of torch during a trace, outermost first."""
 
 
-def is_raised_in_python(error: Exception) -> bool:
-    """Whether a function of Python's library raised the error, from what an object of its classes holds."""
+def is_refused_by_library(error: Exception) -> bool:
+    """Whether a function of Python's library or of torch's raised the error: of a number, or of what an object of its classes holds."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return is_of_python(frames[-1].f_globals.get("__name__"))
+    name = frames[-1].f_globals.get("__name__")
+    return is_of_python(name) or str(name).partition(".")[0] == "torch"
 
 
 def is_raised_in_library(error: Exception) -> bool:
@@ -213,7 +214,7 @@ class Trace:
                 reads = self.reads = stack.enter_context(recorded(*self._recording_arguments()))
                 reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
                 reads.lengths, reads.given = self.numbers.lengths, self.arguments.containers.originals
-                reads.fixes_indices, reads.has_own_context = self.settings.fixes_indices, self.settings.has_own_context
+                reads.fixes_indices, reads.has_own_context, reads.imported = self.settings.of_reads
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), FlopCounts() as flops, Switches() as switches:
                     run_in = copy_context().run if self.settings.has_own_context else _call
@@ -262,7 +263,7 @@ class Trace:
         if self.numbers.has_varying and isinstance(error, RecursionError):  # of JSON's encoder, which asks for each number again
             raise NumbersNeeded from error
         if not isinstance(error, (TypeError, IndexError, AttributeError, RuntimeError)):
-            if self.numbers.has_varying and ("Varying" in text or "Circular reference" in text or is_raised_in_python(error)):
+            if self.numbers.has_varying and ("Varying" in text or "Circular reference" in text or is_refused_by_library(error)):
                 raise NumbersNeeded from error
             return
         if isinstance(error, TraceError) and recorder.knows_counts():

@@ -37,6 +37,7 @@ class TraceSettings:
         as_objects: optimizers that are traced as ordinary objects, because the function uses their state without a step, or because
             they put new tensors into it.
         unprepared: optimizers whose state is created in their first step, and not prepared, because the function reads it before.
+        imported: names of modules that were imported for this trace, because the function imports them for the first time.
         drawn: earlier traces during which random numbers of the host were drawn, perhaps by another thread.
     """
 
@@ -51,8 +52,15 @@ class TraceSettings:
     unreached: tuple[Any, ...] = ()
     as_objects: tuple[Any, ...] = ()
     unprepared: tuple[Any, ...] = ()
+    imported: frozenset[str] = frozenset()
     drawn: Drawn | None = None
+
+    @property
+    def of_reads(self) -> tuple[bool, bool, frozenset[str]]:
+        """The settings of a `Recording`."""
+        return self.fixes_indices, self.has_own_context, self.imported
 
     def of_step(self) -> TraceSettings:
         """The settings that later traces of the step start with."""
-        return replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=(), drawn=None)
+        of_state = replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=())
+        return replace(of_state, imported=frozenset(), drawn=None)
