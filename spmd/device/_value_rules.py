@@ -11,14 +11,16 @@ import numpy as np
 from spmd.base._errors import TraceError, user_line
 from spmd.base._jax import known_value
 from spmd.device._checks import Check
+from spmd.device._host_answers import host_answer
 from spmd.device._storage import recording
-from spmd.lowering._registry import assuming
+from spmd.lowering._registry import assuming, counting
 
 
 def run_on_values(plan: Any, dynamic: list[Any], key: Any) -> Any:
     """`plan.run` in a trace for a rule that needs values. Values that the host knows are passed as numpy arrays.
 
-    Known values of inputs are added one by one, masks first, until the rule succeeds. The program gets a guard on each of them.
+    If the host can compute the sizes that the rule needs, the program gets a guard on these. Otherwise known values of inputs are added
+    one by one, masks first, until the rule succeeds, and the program gets a guard on each of them.
     """
     recorder = recording.get()
     if recorder is None:
@@ -27,7 +29,8 @@ def run_on_values(plan: Any, dynamic: list[Any], key: Any) -> Any:
     unknown = sorted((i for i, k in enumerate(known) if k is None), key=lambda i: (dynamic[i].dtype != np.bool_, dynamic[i].size))
     while True:
         try:
-            return _run_where_known(plan, dynamic, known, key)
+            with counting(host_answer):
+                return _run_where_known(plan, dynamic, known, key)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             found = next(((i, v) for i in unknown if known[i] is None and (v := recorder.known_value(dynamic[i])) is not None), None)
             if found is None:

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import torch
 
 from spmd.base._errors import message
+from spmd.base._jax import is_tracer
 from spmd.base._torch import OpOverload, OpOverloadPacket, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key, torch_at_least
 from spmd.lowering._arithmetic import mul
 from spmd.lowering._split import split
@@ -94,6 +95,7 @@ class Lowering:
 
 
 _table: dict[OpOverload, Lowering] = {}
+_answer: ContextVar[Callable[[Any], Any] | None] = ContextVar("what the host can compute of traced values", default=None)
 _assumptions: ContextVar[list[tuple[Any, str, str]] | None] = ContextVar("assumptions about unknown values", default=None)
 
 # Overloads that some supported versions of torch lack: the version that added, or removed, each. Any other unknown name is an error.
@@ -306,6 +308,26 @@ def assumed(is_wrong: Callable[[], Any], text: str, fix: str) -> bool:
     if made is not None:
         made.append((is_wrong(), text, fix))
     return made is not None
+
+
+@contextmanager
+def counting(answer: Callable[[Any], Any]) -> Generator[None]:
+    """While active, `answer` tells rules of data-dependent ops the value of a traced number on the host, or None (`size_if_traced`)."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
+
+
+def size_if_traced(values: Any, count: Callable[[], Any]) -> int | None:
+    """`count()`, the size of a result, if `values` are traced and the host can compute it (see `counting`); else None.
+
+    The program then serves all values with this size.
+    """
+    answer = _answer.get()
+    known = answer(count()) if answer is not None and is_tracer(values) else None
+    return None if known is None else int(known)
 
 
 def is_static(number: Any) -> bool:

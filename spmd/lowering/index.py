@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.base._jax import is_tracer
-from spmd.lowering._registry import lower, scaled
+from spmd.lowering._registry import lower, scaled, size_if_traced
 
 
 def is_mask(index: Any) -> bool:
@@ -47,7 +47,9 @@ def _index_tuple(indices: Any) -> tuple[Any, ...]:
 
 def positions(mask: Any) -> tuple[Any, ...]:
     """The positions at which a mask is True, one array per dim. In a trace, `mask` is a numpy array if its values are known."""
-    return np.nonzero(mask) if isinstance(mask, np.ndarray) else jnp.nonzero(mask)
+    if isinstance(mask, np.ndarray):
+        return np.nonzero(mask)
+    return jnp.nonzero(mask, size=size_if_traced(mask, lambda: jnp.count_nonzero(mask)))
 
 
 def _require_mask_shapes(self: Any, indices: Any, *_: Any, **__: Any) -> None:
@@ -66,7 +68,7 @@ def _require_mask_shapes(self: Any, indices: Any, *_: Any, **__: Any) -> None:
 
 @lower("index.Tensor", "_unsafe_index.Tensor", data_dependent=_has_mask, check=_require_mask_shapes)
 def index(self: Any, indices: Any) -> Any:
-    return self.at[_index_tuple(indices)].get(mode="clip")
+    return jnp.asarray(self).at[_index_tuple(indices)].get(mode="clip")  # numpy if the host knows it
 
 
 def _put_needs_values(self: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> bool:
@@ -95,7 +97,7 @@ def index_put(self: Any, indices: Any, values: Any, accumulate: bool = False, un
     at = _mask_alone(indices)
     if at is not None and values.ndim <= self.ndim - indices[at].ndim + 1:
         return _put_masked(self, at, indices[at].astype(bool), values, accumulate)
-    return combined_at(self.at[_index_tuple(indices)], "add" if accumulate else "set", values)
+    return combined_at(jnp.asarray(self).at[_index_tuple(indices)], "add" if accumulate else "set", values)
 
 
 _OF_BOOL = {"add": "max", "multiply": "min"}

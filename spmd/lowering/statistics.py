@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.lowering._registry import assumed, lower
+from spmd.lowering._registry import assumed, lower, size_if_traced
 from spmd.lowering.reduce import nonempty_dim_check
 from spmd.lowering.sort import sorted_with_indices
 
@@ -100,9 +100,10 @@ def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
         raise RuntimeError(_NO_COUNTS)
     length = minlength
     if self.size and not (minlength and _is_assumed_below(self, minlength)):
-        if int(self.min()) < 0:
+        known = size_if_traced(self, lambda: _num_bins(self, minlength))
+        length = int(_num_bins(self, minlength)) if known is None else known
+        if length < 0:
             raise RuntimeError(_NO_COUNTS)
-        length = max(minlength, int(self.max()) + 1)
     if weights is None or not self.size:
         return jnp.zeros(length, jnp.int64).at[self].add(1)
     dtype = jnp.float32 if weights.dtype == jnp.float32 else jnp.float64
@@ -110,6 +111,11 @@ def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
 
 
 _NO_COUNTS = "bincount only supports 1-d non-negative integral inputs."
+
+
+def _num_bins(values: Any, minlength: int) -> Any:
+    """The length of `bincount`; -1 if a value is negative."""
+    return jnp.where(values.min() < 0, -1, jnp.maximum(values.max().astype(jnp.int64) + 1, minlength))
 
 
 def _is_assumed_below(values: Any, length: int) -> bool:

@@ -65,6 +65,7 @@ ASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "array": lambda x, grid: x[torch.tensor(np.arange(5)[: grid[0, 0].item()].tolist())],
     "beside an array": lambda x, grid: x * float((np.ones(2) * grid[0, 0].item()).sum()),
 }
+ALIKE = {"equal", "mask", "nonzero", "repeat", "unique"}  # both grids have the same answer: a bool, or a size
 
 
 @pytest.mark.parametrize("name", list(ASKS))
@@ -76,7 +77,7 @@ def test_python_is_told_what_the_host_knows_and_each_answer_has_its_program(name
     assert spmd.metrics.counters().get("host_reads", 0) == before
     for got, grid in zip(found, (GRID, OTHER, GRID), strict=True):
         assert_same(got, fn(x, grid))
-    assert step.num_traces == 1 + (name != "equal")
+    assert step.num_traces == (1 if name in ALIKE else 2)
     for reason in step.retraces:
         assert re.match(r"a value that Python computes from tensor argument 1 \(int64\[2, 2\]\) changed from .* to .*", reason)
 
@@ -100,6 +101,48 @@ def test_another_input_with_the_same_answers_runs_the_same_program() -> None:
         assert_same(step(x.to("jax"), torch.tensor(mask).to("jax")), x * factor)
     assert step.num_traces == 2
     assert step.retraces[0].startswith("a value that Python computes from tensor argument 1 (int64[4]) changed")
+
+
+def put(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[n > 1, torch.zeros_like(n)[n > 1]] = -1.0
+    return y
+
+
+SIZED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "bincount": lambda x, n: torch.bincount(n, minlength=3),
+    "weighted bincount": lambda x, n: torch.bincount(n, x[:, 0]),
+    "unique": lambda x, n: torch.unique(n, return_inverse=True, return_counts=True),
+    "unique of a dim": lambda x, n: torch.unique(torch.stack([n, n > 0]), dim=1, return_counts=True),
+    "unique_consecutive": lambda x, n: torch.unique_consecutive(n.sort().values, return_inverse=True, return_counts=True),
+    "nonzero": lambda x, n: torch.nonzero(n > 1),
+    "where": lambda x, n: torch.where(n > 1),
+    "argwhere": lambda x, n: torch.argwhere(n[:, None] > torch.arange(2, device=n.device)),
+    "masked_select": lambda x, n: x.masked_select(n[:, None] > 1),
+    "mask": lambda x, n: x[n > 1] * 2,
+    "mask and position": lambda x, n: x[n > 1, 0],
+    "put": put,
+    "repeat_interleave": lambda x, n: x.repeat_interleave(n, 0),
+    "checked labels": lambda x, n: x.sum() if ((u := torch.unique(n)) < 3).all() and len(u) < 4 else -x,
+}
+
+
+@pytest.mark.parametrize("name", list(SIZED))
+def test_where_only_a_size_depends_on_values_other_values_with_that_size_run_the_same_program(name: str) -> None:
+    x, fn = batch(5, 2), SIZED[name]
+    step = spmd.compile(fn)
+    for n in ([0, 2, 1, 2, 0], [2, 0, 0, 1, 2], [2, 2, 1, 0, 0], [3, 1, 1, 3, 3], [0, 0, 1, 2, 2]):
+        assert_same(step(*on_device((x, torch.tensor(n)))), fn(x, torch.tensor(n)))
+    assert step.num_traces == 2
+
+
+def test_a_size_of_invalid_values_raises_as_on_the_cpu() -> None:
+    for fn in (lambda n: torch.bincount(n, minlength=3), lambda n: n.repeat_interleave(n)):
+        step = spmd.compile(fn)
+        step(torch.tensor([0, 2, 1]).to("jax"))
+        for run, device in ((fn, "cpu"), (step, "jax")):
+            with pytest.raises(RuntimeError, match="non-negative|can not be negative"):
+                run(torch.tensor([0, -1, 2]).to(device))
 
 
 def test_numbers_that_are_computed_with_stay_on_the_device() -> None:

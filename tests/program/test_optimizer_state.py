@@ -147,6 +147,50 @@ class Notes(_Base):
         return state["mean"] / state["norm"]
 
 
+class KeepsADict(_Base):
+    """As AggMo: a tensor for each of several numbers."""
+
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        if not state:
+            state["by beta"] = {beta: torch.zeros_like(p) for beta in (0.0, 0.5)}
+        return sum(mean.mul_(beta).add_(p.grad, alpha=0.5) for beta, mean in state["by beta"].items())
+
+
+class KeepsAQueue(_Base):
+    """As AdaShift: the last gradients."""
+
+    def amount(self, p: torch.Tensor) -> Any:
+        queue = self.state[p].setdefault("queue", collections.deque(maxlen=3))
+        queue.append(p.grad.clone())
+        return queue[0]
+
+
+class Projection:
+    def __init__(self) -> None:
+        self.basis: torch.Tensor | None = None
+
+
+class KeepsAnObject(_Base):
+    """As GaLore: an object that computes a tensor in its first step, and another one in some later steps."""
+
+    def amount(self, p: torch.Tensor) -> Any:
+        projection = self.state[p].setdefault("projection", Projection())
+        if projection.basis is None:
+            projection.basis = p.grad / p.grad.norm()
+        elif self.state.setdefault("num", 0) % 3 == 2:
+            projection.basis = projection.basis + p.grad
+        self.state["num"] = self.state.get("num", 0) + 1
+        return projection.basis
+
+
+class LooksOnly(_Base):
+    """As Fromage: it looks for state that it never keeps."""
+
+    def amount(self, p: torch.Tensor) -> Any:
+        return self.state[p].get("scale", 0.5)
+
+
 def _content(optimizer: Any, parameters: list[nn.Parameter]) -> list[Any]:
     """The values of parameters and state, on the CPU, parameters by their number."""
     names = {p: i for i, p in enumerate(parameters)}
@@ -154,7 +198,9 @@ def _content(optimizer: Any, parameters: list[nn.Parameter]) -> list[Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return [round(x, 4) for x in value.detach().cpu().flatten().tolist()]
-        return list(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(value, (dict, Projection)):
+            return {key: plain(part) for key, part in (value if isinstance(value, dict) else vars(value)).items()}
+        return list(map(plain, value)) if isinstance(value, (list, tuple, collections.deque)) else value
 
     def state_of(owner: Any) -> Any:
         state = optimizer.state[owner]
@@ -163,7 +209,7 @@ def _content(optimizer: Any, parameters: list[nn.Parameter]) -> list[Any]:
     return [list(map(plain, parameters)), {names.get(owner, owner): state_of(owner) for owner in list(optimizer.state)}]
 
 
-def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: int = 8) -> list[Any]:
+def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: int = 8, traces: list[int] | None = None) -> list[Any]:
     parameters = [nn.Parameter(torch.full((4,), i + 1.0).to(device)) for i in range(2)]
     optimizer = make(parameters)
 
@@ -172,19 +218,32 @@ def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: i
         torch.stack([(p * p).sum() for p in parameters]).sum().backward()
         optimizer.step()
 
-    run = spmd.compile(step) if device == "jax" else step
+    run: Any = spmd.compile(step) if device == "jax" else step
     found = []
     for i in range(calls):
         if i in edits:
             edits[i](optimizer, parameters)
         run()
         found.append(_content(optimizer, parameters))
+        if traces is not None:
+            traces.append(run.num_traces)
     return found
 
 
-@pytest.mark.parametrize("make", [CountsBeside, MeansBeside, KeepsPythonsValues, CountsInItsGroup, TakesAway, SlowWeights, Notes])
+OWN = [CountsBeside, MeansBeside, KeepsPythonsValues, CountsInItsGroup, TakesAway, SlowWeights, Notes]
+OWN += [KeepsADict, KeepsAQueue, KeepsAnObject, LooksOnly]
+
+
+@pytest.mark.parametrize("make", OWN)
 def test_what_a_class_of_ones_own_does_to_its_state_is_done_by_every_call(make: Callable[..., Any]) -> None:
     assert _run(make, {}, "jax") == _run(make, {}, "cpu")
+
+
+def test_replaced_state_is_one_program_again_after_it_was_loaded() -> None:
+    traces: list[int] = []
+    edits: dict[int, Edit] = {4: lambda o, ps: o.load_state_dict(copy.deepcopy(o.state_dict()))}
+    assert _run(Notes, edits, "jax", traces=traces) == _run(Notes, edits, "cpu")
+    assert traces[4:] == [traces[3] + 1] * 4
 
 
 def test_a_count_beside_the_parameters_state_is_an_input_and_may_be_set() -> None:
@@ -395,14 +454,6 @@ class ShowsPartsOfOne(_Base):
 
 class ShowsOneTwice(ShowsPartsOfOne):
     are_apart = False
-
-
-class KeepsADict(_Base):
-    def amount(self, p: torch.Tensor) -> Any:
-        state = self.state[p]
-        if not state:
-            state["by beta"] = {0.5: torch.zeros_like(p)}
-        return state["by beta"][0.5].add_(p.grad)
 
 
 def test_parts_of_a_tensor_become_state_of_their_own() -> None:

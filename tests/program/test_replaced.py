@@ -18,6 +18,7 @@ from torch import nn
 
 import mesh
 import spmd
+from spmd.base._torch import pytree
 from tests.oracle import assert_same
 
 Pair = namedtuple("Pair", ["h", "c"])
@@ -715,3 +716,38 @@ def test_which_object_a_call_finds_is_torchs(name: str) -> None:
     got, step = calls_of(body, make, "jax", between, 8)
     assert got == want
     assert step.num_traces <= most
+
+
+def filled(s: Any, x: torch.Tensor) -> None:
+    """As torchmetrics gathers batches: the list is emptied and filled, and a new one with the same items takes its place."""
+    before = [t.clone() for t in s.items]
+    s.items.clear()
+    s.items.append(x * 2)
+    s.items = before + s.items
+
+
+def filled_dict(s: Any, x: torch.Tensor) -> None:
+    s.table["x"] = x * 2
+    s.table = dict(s.table)
+
+
+def handed_on(s: Any, x: torch.Tensor) -> None:
+    s.past.append(s.items)
+    s.items = [*s.items]
+    if len(s.past) > 1:
+        s.items.append(x)
+
+
+@pytest.mark.parametrize("body", [filled, filled_dict, handed_on], ids=lambda body: body.__name__)
+def test_a_list_or_dict_that_takes_the_place_of_an_equal_one_is_another_object(body: Any) -> None:
+    found: list[Any] = []
+    for device, wrap in (("cpu", lambda fn: fn), ("jax", spmd.compile)):
+        s = types.SimpleNamespace(items=[], table={}, past=[])
+        step = wrap(lambda x, s=s: body(s, x))
+        for i in range(4):
+            before = s.items, s.table
+            step(torch.full((2,), i + 1.0).to(device))
+            parts = (s.items, s.table, *before, s.past)
+            values = pytree.tree_map(lambda t: t.tolist(), parts)
+            found.append((values, s.items is before[0], s.table is before[1]))
+    assert found[4:] == found[:4]

@@ -7,9 +7,11 @@ optimizer) are inputs of the program, as learning rates are. The host computes t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,8 @@ import torch
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.device._numbers import NumberNode
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
-from spmd.program.reads import Varying
+from spmd.program.find._static import attributes_of
+from spmd.program.reads import PLAIN, Varying
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -30,8 +33,8 @@ class OptimizerAsObject(TraceAgain):
     """These optimizers must be traced as ordinary Python objects.
 
     Normally an optimizer that steps is prepared, and its state is updated in place and guarded as a whole. This does not work if it puts
-    new tensors into its state, if torch's hooks do not see its `step` (its class does not call `Optimizer.__init__`), or if another method
-    uses its state (SAM, Lookahead).
+    other tensors into its state or tensors into containers there, if torch's hooks do not see its `step` (its class does not call
+    `Optimizer.__init__`), or if another method uses its state (SAM, Lookahead).
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -67,13 +70,14 @@ class TracedState:
         """Find the changes of the state since the start of the trace. `is_newborn`: whether the trace created a buffer.
 
         Raises:
-            OptimizerAsObject: a state tensor was replaced by another one.
+            OptimizerAsObject: a state tensor was replaced by another one, or created inside a container or an object.
             TraceError: a new state tensor belongs to no parameter, so it has no sharding; or a number depends on values of the program.
         """
         for kept in self._kept:
             optimizer = kept.optimizer
             if optimizer.state is kept.state:
                 self.effects.extend(kept.removals())
+                self.effects.extend(kept.empty())
             for owner, state in optimizer.state.items():
                 if isinstance(state, dict):
                     self._note(optimizer, owner, state, kept.content_of(owner), is_newborn)
@@ -88,7 +92,7 @@ class TracedState:
                 continue
             if not is_device_tensor(value):
                 if any(is_device_tensor(part) and is_newborn(buffer_of(part)) for part in _all_in(value)):
-                    raise _in_container(optimizer, key, value)
+                    raise OptimizerAsObject([optimizer])
                 self.effects.append(partial(_set_number, optimizer, owner, key, _value_per_call(optimizer, key, value, before.get(key))))
             elif is_device_tensor(before.get(key)):
                 raise OptimizerAsObject([optimizer])
@@ -141,6 +145,11 @@ class _Snapshot:
             if isinstance(state, dict):
                 found.extend(partial(_remove, self.optimizer, owner, key) for key in content if key not in state)
         return found
+
+    def empty(self) -> list[Action]:
+        """Actions that make, in each call, the dicts without entries that the trace made by looking for an entry."""
+        new = [owner for owner, state in self.state.items() if state == {} and owner not in self._dicts]
+        return [lambda owner=owner: partial(_place, self.optimizer, owner) for owner in new]
 
     def put_back(self) -> None:
         """Restore the state."""
@@ -222,22 +231,16 @@ def _without_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -
     )
 
 
-def _in_container(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> TraceError:
-    name = type(optimizer).__name__
-    return TraceError(
-        message(
-            f"{name} creates tensors in a {type(value).__name__} of its state inside the compiled function, state[{key!r}]",
-            "a compiled function can create state tensors as entries of a parameter's state, not in containers there",
-            fix="call the function once without spmd.compile, so that the first step creates them; or use one entry per tensor",
-        )
-    )
-
-
-def _all_in(value: Any, around: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """A value and everything inside it, through tuples, lists and dicts."""
-    if any(value is outer for outer in around):
-        return
-    yield value
-    parts = value.values() if type(value) is dict else value if isinstance(value, tuple) or type(value) is list else ()
-    for part in parts:
-        yield from _all_in(part, (*around, value))
+def _all_in(value: Any) -> Iterator[Any]:
+    """A value and everything inside it, through containers and the attributes of objects."""
+    waiting, seen = [value], dict[int, Any]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, PLAIN):
+            continue
+        seen[id(value)] = value
+        yield value
+        if isinstance(value, (tuple, list, set, frozenset, deque, dict)):
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+        elif not isinstance(value, (torch.Tensor, type, ModuleType, FunctionType)):
+            waiting.extend((attributes_of(value) or {}).values())

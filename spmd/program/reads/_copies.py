@@ -58,7 +58,7 @@ def _read_names(recording: Recording, pickled: bytes) -> None:
 
 
 def _read_name(recording: Recording, module_name: str, name: str) -> None:
-    recording.imported(module_name, 0)
+    recording.import_module(module_name, 0, None, None)
     if (module := sys.modules.get(module_name)) is not None:
         recording.load_attr(module, name.partition(".")[0])
 

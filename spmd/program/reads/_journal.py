@@ -68,6 +68,11 @@ class _Written:
     put: Put
     is_content: bool
     put_in: PutIn | None
+    holds: bool  # whether `read` gives the object in the place itself, rather than a copy of its content
+
+    def is_left(self, now: Any) -> bool:
+        """Whether `now`, which the place has at the end, is what it had before. A list that is in the place itself must be the same one."""
+        return now is self.before or (is_same if self.holds else is_same_content)(now, self.before)
 
 
 class Journal:
@@ -148,7 +153,7 @@ class Journal:
     def entry(self, holder: dict[Any, Any], key: Any, title: str, put: Put | None = None) -> None:
         """Before an entry of a dict is written. `put` sets it, if the dict itself must not be written to (that of a class)."""
         put_in = partial(_entry_of, key) if put is None else None
-        self._note(holder, key, title, lambda: dict.get(holder, key, ABSENT), put or _entry_of(key, holder), put_in=put_in)
+        self._note(holder, key, title, lambda: dict.get(holder, key, ABSENT), put or _entry_of(key, holder), put_in=put_in, holds=True)
 
     def removal(self, holder: dict[Any, Any], key: Any) -> None:
         """Before an entry of a dict that is noted already is removed. If it is added again, it moves to the end of the dict."""
@@ -164,7 +169,7 @@ class Journal:
             else:
                 cell.cell_contents = value
 
-        self._note(cell, ABSENT, title, lambda: content_of(cell), place)
+        self._note(cell, ABSENT, title, lambda: content_of(cell), place, holds=True)
 
     def setting(self, holder: Any, key: Any, title: str, read: Callable[[], Any], put: Put) -> None:
         """Before a setting that Python or a library stores elsewhere is set."""
@@ -173,7 +178,7 @@ class Journal:
     def slot(self, instance: Any, name: str, descriptor: Any, title: str) -> None:
         """Before a slot of an object is written."""
         put_in = partial(_slot_of, descriptor)
-        self._note(instance, name, title, lambda: slot_value(instance, descriptor), put_in(instance), put_in=put_in)
+        self._note(instance, name, title, lambda: slot_value(instance, descriptor), put_in(instance), put_in=put_in, holds=True)
 
     def content(self, holder: Any, title: str) -> None:
         """Before a call that may change the whole content of a container."""
@@ -198,6 +203,7 @@ class Journal:
         put: Put,
         is_content: bool = False,
         put_in: PutIn | None = None,
+        holds: bool = False,
     ) -> None:
         token = (id(holder), _token(key))
         self.num_writes += 1
@@ -205,7 +211,7 @@ class Journal:
             if token not in writes and not self._is_ignored(holder, key):
                 writes[token] = title, read(), read
         if token not in self._first and not self._is_ignored(holder, key):
-            self._first[token] = _Written(holder, key, title, read(), read, put, is_content, put_in)
+            self._first[token] = _Written(holder, key, title, read(), read, put, is_content, put_in, holds)
             if key is not ABSENT:
                 self._entries.setdefault(id(holder), []).append(key)
 
@@ -225,11 +231,11 @@ class Journal:
                 effects += [e for e in self._appended if e.holder is written.holder]
                 continue
             now = written.read()
-            is_same = now is written.before or is_same_content(now, written.before)
+            is_left = written.is_left(now)
             put, put_in = written.put, written.put_in
             if (id(written.holder), _token(written.key)) in self._removed and now is not ABSENT:
-                is_same, put, put_in = False, partial(_put_last, put), None
-            if not is_same or not is_read(written.holder, written.key):
+                is_left, put, put_in = False, partial(_put_last, put), None
+            if not is_left or not is_read(written.holder, written.key):
                 was_read = is_read(written.holder, written.key)
                 place = written.holder, written.key, written.title
                 effects.append(Effect(*place, written.before, now, put, written.read, written.is_content, was_read, put_in))
@@ -250,7 +256,7 @@ class Journal:
             if not is_before(written.holder):
                 continue
             now = written.read()
-            if now is not written.before and not is_same_content(now, written.before):
+            if not written.is_left(now):
                 written.put(written.before)
         for holder, order in self._orders.values():
             if is_before(holder) and list(holder) != order:

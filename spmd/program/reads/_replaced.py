@@ -262,24 +262,25 @@ class Replacements:
         """Drop the places whose object the program depends on, until the others hold only objects that are found in them alone.
 
         Returns:
-            The ids of the objects that were in the dropped places.
+            The ids of these objects. A place inside one of them is dropped too, but its own object may still be replaced there.
         """
-        found, all_ = self._occurrences(), list(self._found.values())
-        is_stable = False
-        while not is_stable:
+        found, fixed, before = self._occurrences(), set[int](), -1
+        while before != len(self._found):
+            before = len(self._found)
+            inner = {token for token, part in self._found.items() if part.entry.within and part.entry.within.token not in self._found}
             positions = {token: self._position(part) for token, part in self._found.items()}
             own = set(positions.values())
             kept = {
                 token: part
                 for token, part in self._found.items()
                 if positions[token] is not None
-                and (part.entry.within is None or part.entry.within.token in self._found)
                 and self._may_be_another(part.read())
                 and not self._is_compared(part.read())
                 and found[id(_memory_of(part.read())[-1])] <= own
             }
-            is_stable, self._found = len(kept) == len(self._found), kept
-        return {id(part.read()) for part in all_ if part.token not in self._found}
+            fixed.update(id(part.read()) for token, part in self._found.items() if token not in kept and token not in inner)
+            self._found = {token: part for token, part in kept.items() if token not in inner}
+        return fixed
 
     def _may_be_another(self, value: Any) -> bool:
         if is_device_tensor(value):
