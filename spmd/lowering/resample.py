@@ -223,7 +223,8 @@ def _inside(x: Any, size: int, padding_mode: int, align_corners: bool) -> Any:
         return x
     if padding_mode != _BORDER:
         x = _reflected(x, 0, 2 * (size - 1)) if align_corners else _reflected(x, -1, 2 * size - 1)
-    return jnp.clip(jnp.where(jnp.isnan(x), 0, x), 0, size - 1)  # torch clips NaN to 0
+    is_low = (x <= 0) | jnp.isnan(x)  # torch clips NaN to 0, and a position on an edge has no gradient
+    return jnp.where(is_low, jnp.zeros_like(x), jnp.where(x >= size - 1, jnp.full_like(x, size - 1), x))
 
 
 def _pick(image: Any, positions: list[Any]) -> Any:
@@ -251,25 +252,34 @@ def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: i
     if interpolation_mode == _NEAREST:
         return _pick(image, [jnp.round(x) for x in moved])
     if interpolation_mode == _BILINEAR:
-        return _weighted(image, moved, (0, 1), lambda distance: 1 - jnp.abs(distance), lambda x, n: x)
+        return _weighted(image, moved, (0, 1), lambda beyond, tap: beyond if tap else 1 - beyond, lambda x, n: x)
     return _weighted(image, positions, (-1, 0, 1, 2), _keys, lambda x, n: _inside(x, n, padding_mode, align_corners))
 
 
-def _keys(distance: Any) -> Any:
-    t, a = jnp.abs(distance), -0.75
+# Note [One floor]: XLA:CPU computes a cheap value again in each loop that uses it, and rounds it differently where a product and a sum
+# become one instruction. Next to an integer, `floor` then is one number where values are picked, and the next one where they
+# are weighted: a wrong pixel. A loop is never computed twice, and the second `floor` changes nothing.
+def _floor(x: Any) -> Any:
+    return lax.platform_dependent(
+        lax.stop_gradient(x), cpu=lambda x: lax.fori_loop(0, 2, lambda _, whole: jnp.floor(whole), x), default=jnp.floor
+    )
+
+
+def _keys(beyond: Any, tap: int) -> Any:
+    t, a = jnp.abs(beyond - tap), -0.75
     return jnp.where(t <= 1, ((a + 2) * t - (a + 3)) * t * t + 1, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a)
 
 
 def _weighted(
-    image: Any, positions: list[Any], taps: tuple[int, ...], weight_of: Callable[[Any], Any], moved: Callable[[Any, int], Any]
+    image: Any, positions: list[Any], taps: tuple[int, ...], weight_of: Callable[[Any, int], Any], moved: Callable[[Any, int], Any]
 ) -> Any:
     """Sum over the taps around each position of weight times value."""
-    lows = [jnp.floor(lax.stop_gradient(x)) for x in positions]
+    lows = [_floor(x) for x in positions]  # See Note [One floor]
     beyond = [x - low for x, low in zip(positions, lows, strict=True)]  # relative to low: for large positions, low + tap is rounded
     total: Any = 0
     for offsets in np.ndindex(*(len(taps),) * len(positions)):
         corner = [low + taps[o] for low, o in zip(lows, offsets, strict=True)]
-        weight = functools.reduce(operator.mul, [weight_of(part - taps[o]) for part, o in zip(beyond, offsets, strict=True)])
+        weight = functools.reduce(operator.mul, [weight_of(part, taps[o]) for part, o in zip(beyond, offsets, strict=True)])
         value = _pick(image, [moved(c, n) for c, n in zip(corner, image.shape[2:], strict=True)])
         total = total + value * weight[:, None]
     return total

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import spmd
 from tests.lowering.against_cpu import check, normal
 
 SIZE = (9, 8, 7)
@@ -129,6 +130,38 @@ def test_resampling_equals_cpu(name: str) -> None:
 def test_grid_sample_equals_cpu(mode: str, padding_mode: str) -> None:
     grid = normal(2, 4, 5, 2, seed=1)
     check(F.grid_sample, normal(2, 3, 6, 7), grid, mode=mode, padding_mode=padding_mode, align_corners=False)
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
+def test_grid_sample_on_the_centres_of_pixels_has_the_cpus_gradients(padding_mode: str, align_corners: bool) -> None:
+    at = torch.linspace(-1, 1, 5) if align_corners else (torch.arange(5) * 2 + 1) / 5 - 1
+    grid = torch.stack(torch.meshgrid(at, at, indexing="xy"), -1)[None].requires_grad_()
+    image = normal(1, 2, len(at), len(at))
+    check(lambda x, at: F.grid_sample(x, at, "bilinear", padding_mode, align_corners).square(), image, grid)
+
+
+def warped(image: torch.Tensor, sheared: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    size = image.shape[-1]
+    to_grid = torch.tensor([[2 / (size - 1), 0, -1], [0, 2 / (size - 1), -1], [0, 0, 1]], device=image.device)
+    moves = torch.zeros(2, 3, 3, device=image.device) + torch.eye(3, device=image.device)
+    moves[:, 0, 1], moves[:, 1, 0] = sheared[:, 0], sheared[:, 1]
+    moves = torch.linalg.inv(to_grid @ moves @ torch.linalg.inv(to_grid))
+    at = torch.linspace(-1, 1, size, device=image.device)
+    y, x = torch.meshgrid(at, at, indexing="ij")
+    rows = [moves[:, i, 0, None, None] * x + moves[:, i, 1, None, None] * y + moves[:, i, 2, None, None] for i in range(2)]
+    found = F.grid_sample(image, torch.stack(rows, -1), align_corners=True)
+    return found.detach(), *torch.autograd.grad(found.pow(2).mean(), (image, sheared))
+
+
+@pytest.mark.optimized
+def test_a_program_weights_the_pixels_that_it_picks() -> None:
+    """See Note [One floor]. Many positions are next to a pixel's centre here."""
+    image, sheared = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([[0.5, 0.2], [0.0, 0.1]])
+    on_host = warped(image.requires_grad_(), sheared.requires_grad_())
+    on_device = spmd.compile(warped)(*(t.detach().to("jax").requires_grad_() for t in (image, sheared)))
+    for found, expected in zip(on_device[:2], on_host, strict=False):  # the last one jumps at each centre
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])

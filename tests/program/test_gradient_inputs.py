@@ -157,3 +157,18 @@ def test_sharded_over_eight_devices(mesh_4x2: mesh.Mesh) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
     assert step.num_traces == 1
+
+
+def test_the_gradient_of_an_argument_that_is_new_in_every_call_has_one_program() -> None:
+    host, device = twins()
+
+    def attacked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model(x).square().mean().backward(inputs=[x])
+        assert x.grad is not None
+        return x.detach() + 0.1 * x.grad.sign()
+
+    step = spmd.compile(lambda x: attacked(device, x))
+    for i in range(3):
+        x = batch(4, 8, seed=i)
+        assert_same(step(x.to("jax").requires_grad_()), attacked(host, x.clone().requires_grad_()))
+    assert (step.num_traces, step.retraces) == (1, [])

@@ -169,6 +169,20 @@ def test_what_a_program_computed_is_not_known(how: str) -> None:
     assert_same(step(x, torch.tensor(3).to("jax")), batch(4)[:3])
 
 
+BY_A_MASK: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "index": lambda edges, kept: edges[:, kept],
+    "put": lambda edges, kept: edges[0].index_put((torch.zeros_like(edges[0])[kept],), edges[0, 0]),
+    "partly known": lambda edges, kept: edges[0][kept & (edges[0] > 1)],
+}
+
+
+@pytest.mark.parametrize("name", list(BY_A_MASK))
+def test_what_is_known_is_refused_by_name_under_a_mask_that_is_not(name: str) -> None:
+    step = spmd.compile(lambda edges, x: BY_A_MASK[name](edges, x > 0))
+    with pytest.raises(spmd.TraceError, match="the result shape of aten.index.Tensor depends on values"):
+        step(torch.arange(8).reshape(2, 4).to("jax"), batch(4).to("jax"))
+
+
 @pytest.mark.parametrize("copied", [torch.clone, copy.deepcopy, lambda n: torch.zeros_like(n).copy_(n)])
 def test_a_copy_of_what_is_known_is_known(copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
     n = torch.tensor(3).to("jax")

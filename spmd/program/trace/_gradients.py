@@ -185,7 +185,7 @@ class Gradients:
             if kept is not None and buffer_of(kept) in slots:
                 if id(p) not in given:
                     alike.append((p, gradient_kind(kept)))
-            elif (kept is None and id(p) in self._unmarked) or (kept is not None and is_touched(buffer_of(kept))):
+            elif (kept is None and id(p) in self._unmarked and id(p) not in given) or (kept is not None and is_touched(buffer_of(kept))):
                 relied.append((p, kept))
 
         read = [p for p in self._read.values() if id(p) not in given]
