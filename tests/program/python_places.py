@@ -15,8 +15,10 @@ import ctypes
 import dataclasses
 import decimal
 import enum
+import fileinput
 import fractions
 import functools
+import glob
 import gzip
 import heapq
 import importlib
@@ -29,6 +31,7 @@ import os
 import pickle
 import queue
 import random
+import runpy
 import string
 import sys
 import tempfile
@@ -1123,6 +1126,10 @@ def read_compressed(path: Path) -> float:
         return float(file.read())
 
 
+class Config(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
 @place
 def in_a_file_of_numpy() -> tuple[Read, Write]:
     path = Path(tempfile.mkdtemp()) / "scale.npy"
@@ -1146,6 +1153,51 @@ def in_a_compressed_file() -> tuple[Read, Write]:
 
     write(2.0)
     return lambda: read_compressed(path), write
+
+
+@place
+def in_a_file_that_a_library_opens() -> tuple[Read, Write]:
+    path = Path(tempfile.mkdtemp()) / "scale.png"
+
+    def write(value: float) -> None:
+        PIL.Image.new("L", (1, 1), int(value)).save(path)
+
+    write(2.0)
+    return lambda: PIL.Image.open(path).getpixel((0, 0)), write
+
+
+@place
+def in_one_of_several_files() -> tuple[Read, Write]:
+    path = Path(tempfile.mkdtemp()) / "scale"
+    path.write_text("2.0")
+    return lambda: sum(map(float, fileinput.input([path]))), lambda v: path.write_text(str(v))
+
+
+@place
+def in_a_file_of_code() -> tuple[Read, Write]:
+    path = Path(tempfile.mkdtemp()) / "scale.py"
+    path.write_text("SCALE = 2.0")
+    return lambda: runpy.run_path(str(path))["SCALE"], lambda v: path.write_text(f"SCALE = {v}")
+
+
+@place
+def in_the_number_of_files() -> tuple[Read, Write]:
+    folder = Path(tempfile.mkdtemp())
+
+    def write(value: float) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        for i in range(int(value)):
+            (folder / f"{i}.txt").touch()
+
+    write(2.0)
+    return lambda: len(glob.glob(f"{folder}/*.txt")), write
+
+
+@place
+def in_a_dict_whose_items_are_attributes() -> tuple[Read, Write]:
+    config: Any = Config(scale=2.0)
+    return lambda: config.scale, lambda v: config.__setitem__("scale", v)
 
 
 @place

@@ -310,6 +310,16 @@ def a_user_dict(device: str, wrap: Any, changed: bool) -> Values:
     return calls(wrap(lambda x: x * table["scale"]), device)
 
 
+class Config(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+@case
+def a_dict_whose_items_are_attributes(device: str, wrap: Any, changed: bool) -> Values:
+    config: Any = Config(scale=3.0 if changed else 2.0)
+    return calls(wrap(lambda x: x * config.scale), device)
+
+
 @case
 def a_chain_map(device: str, wrap: Any, changed: bool) -> Values:
     low, high = {"scale": 2.0}, {"scale": 3.0}
@@ -427,6 +437,22 @@ def a_weak_reference(device: str, wrap: Any, changed: bool) -> Values:
     one, two = Holder(scale=2.0), Holder(scale=3.0)
     reference = weakref.ref(two if changed else one)
     return calls(wrap(lambda x: x * reference().scale + one.scale * two.scale), device)  # type: ignore[union-attr]
+
+
+@case
+def a_dead_reference(device: str, wrap: Any, changed: bool) -> Values:
+    one, two = Holder(scale=2.0), Holder(scale=3.0)
+    reference = weakref.ref(two)
+    if changed:
+        del two
+    return calls(wrap(lambda x: x * one.scale if reference() is None else x * one.scale * 2), device)
+
+
+@case
+def a_reference_to_a_tensor(device: str, wrap: Any, changed: bool) -> Values:
+    held = torch.full((4,), 3.0 if changed else 2.0)
+    reference = weakref.ref(held)
+    return calls(wrap(lambda x: x * reference().to(x.device)), device)  # type: ignore[union-attr]
 
 
 @case

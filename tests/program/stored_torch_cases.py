@@ -483,6 +483,53 @@ def two_optimizers(device: str, wrap: Any, changed: bool) -> Values:
     return [*calls(wrap(step), device), *(p.detach() for p in model.parameters()), len(first.state), len(second.state)]
 
 
+def scheduled(scheduler_of: Any, wrap: Any, device: str) -> Values:
+    """Losses and weights of training steps, with a scheduler that steps outside them. It wraps the optimizer's `step`."""
+    model = mlp(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler, found = scheduler_of(optimizer), list[Any]()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled, x = wrap(step), inputs(device)
+    for _ in range(4):
+        found.append(compiled(x))
+        scheduler.step()
+    return [*found, *(p.detach() for p in model.parameters()), *scheduler.get_last_lr()]
+
+
+@case
+def a_scheduler_of_steps(device: str, wrap: Any, changed: bool) -> Values:
+    return scheduled(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.2 if changed else 0.5), wrap, device)
+
+
+@case
+def a_scheduler_with_warmup(device: str, wrap: Any, changed: bool) -> Values:
+    schedulers = torch.optim.lr_scheduler
+
+    def made(optimizer: torch.optim.Optimizer) -> Any:
+        parts = [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, 5 if changed else 8)]
+        return schedulers.SequentialLR(optimizer, parts, milestones=[2])
+
+    return scheduled(made, wrap, device)
+
+
+@case
+def a_scheduler_of_momentum(device: str, wrap: Any, changed: bool) -> Values:
+    return scheduled(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.3 if changed else 0.2, total_steps=6), wrap, device)
+
+
+@case
+def no_scheduler_or_one(device: str, wrap: Any, changed: bool) -> Values:
+    schedulers = torch.optim.lr_scheduler
+    return scheduled(lambda o: schedulers.ExponentialLR(o, 0.5) if changed else schedulers.ConstantLR(o, 0.5), wrap, device)
+
+
 @case
 def a_scheduler(device: str, wrap: Any, changed: bool) -> Values:
     model = mlp(device)

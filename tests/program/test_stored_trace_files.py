@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import PIL.Image
+
 ROOT = Path(__file__).parents[2]
 START = """
 import sys, torch, spmd
@@ -84,6 +86,26 @@ def test_an_edit_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
     module.write_text(source.replace("2", "3"))
     os.utime(module, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert run(tmp_path, script) == [f"{[3.0] * 5} {[1] * 5}"]
+
+
+def test_a_changed_file_that_a_library_opens_is_noticed(tmp_path: Path) -> None:
+    script = """
+    import glob, runpy, PIL.Image
+    functions = (
+        lambda: PIL.Image.open("scale.png").getpixel((0, 0)),
+        lambda: runpy.run_path("scale.py")["SCALE"],
+        lambda: len(glob.glob("data/*")),
+    )
+    steps = [spmd.compile(lambda x, f=f: x * f()) for f in functions]
+    print([step(X).tolist()[1] for step in steps])
+    """
+    for value in (2, 3):
+        PIL.Image.new("L", (1, 1), value).save(tmp_path / "scale.png")
+        (tmp_path / "scale.py").write_text(f"SCALE = {value}")
+        (tmp_path / "data").mkdir(exist_ok=True)
+        for i in range(value):
+            (tmp_path / "data" / str(i)).touch()
+        assert run(tmp_path, script) == [str([float(value)] * 3)]
 
 
 def test_a_damaged_record_is_not_used(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any
 
+from spmd.program.find._static import static_attribute
 from spmd.program.reads._outside import setting_of
 from spmd.program.reads._trace_errors import refused
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _OF_GENERATORS = ("gi_frame", "gi_running", "gi_yieldfrom", "gi_suspended")
 _OF_METHODS = ("__self__", "__func__", "__call__", "__get__")
 _INSTRUMENTED = frozenset(("co_code", "co_consts", "co_names", "co_stacksize", "co_lnotab", "co_linetable", "co_exceptiontable"))
+_GETTERS_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
 _ALIASES = (types.GenericAlias, *(kind for kind in (getattr(typing, "_GenericAlias", None),) if kind is not None))  # `Holder[int]`
 
 
@@ -45,9 +47,23 @@ def read_module_attribute(recording: PlacesRead, module: types.ModuleType, name:
         recording._entry(sys.modules, f"{module.__name__}.{name}", "sys.modules", "[")  # `from package import module`
 
 
+def note_missing_attribute(recording: Recording, instance: Any, name: str) -> None:
+    """Record what gives an attribute that is neither in an object nor in its class.
+
+    It is a setting, or `__getattr__` gives it. One in Python records its own reads. One in C, as here, is noted like a call of it:
+
+        class Config(dict):
+            __getattr__ = dict.__getitem__
+    """
+    recording.ask(instance, setting_of(instance, name, recording.name_of(instance)))
+    getter = static_attribute(type(instance), "__getattr__")
+    if isinstance(getter, _GETTERS_IN_C):
+        recording.call(getter, instance, name)
+
+
 def origin_of(value: Any) -> Any:
     """The class that a generic alias stands for, `Holder` of `Holder[int]`; any other value itself."""
     return value.__origin__ if type(value) in _ALIASES else value
 
 
-__all__ = ["note_builtin_attribute", "origin_of", "read_module_attribute"]
+__all__ = ["note_builtin_attribute", "note_missing_attribute", "origin_of", "read_module_attribute"]

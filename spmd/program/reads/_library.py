@@ -69,7 +69,7 @@ _USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package, 
 _RECORDED = (  # parts of libraries that are instrumented
     *("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions"),
     *("torch.utils.data.dataset", "torch.utils.data.sampler"),
-    *("einops.layers", "einx.nn", "contextlib", "queue", "string"),
+    *("einops.layers", "einx.nn", "contextlib", "queue", "string", "glob", "pkgutil", "shelve", "dbm"),
 )
 
 

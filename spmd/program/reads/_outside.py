@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of, static_attribute
-from spmd.program.reads._library import is_of_python, is_recorded
+from spmd.program.reads._library import is_library, is_of_python, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN, ContentPlace, Expected, is_same
 from spmd.program.reads._questions import Question
@@ -54,7 +54,11 @@ _ASKS = {
 }
 _READS_OF_PATHS = frozenset(("open", "read_text", "read_bytes", "stat", "lstat", "iterdir", "glob", "rglob", "walk"))
 _MODE = re.compile(r"[rwxabtU+]+")
-_NOT_DATA = (".py", ".pyc", ".so")  # code is found by its functions
+_CODE = (".py", ".pyc", ".so")  # is found by its functions, unless the trace reads its file:
+_READ_CODE = frozenset(("open", "run_path", "read_text", "read_bytes", "spec_from_file_location"))
+_PATHS = (str, bytes, os.PathLike)
+_WRITE = ("save", "imsave", "write", "dump")  # beginnings of the names of functions that write a file
+_COMPUTES = frozenset(("torch", "jax", "jaxlib", "mesh", "spmd", "functorch", "numpy", "einops", "einx", "opt_einsum"))
 _OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/")
 _ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|(flash|math|mem_efficient|cudnn)_sdp_enabled|\w+_math_sdp_allowed")
 _SMALL = 1 << 16  # bytes
@@ -97,7 +101,7 @@ def question_of(fn: Any, args: tuple[Any, ...]) -> Question | None:
         return (id(fn), *(a if isinstance(a, PLAIN) else id(a) for a in args)), f"{name}()", partial(_answer, fn, args)
     if name in ("cwd", "home") and args and isinstance(args[0], type) and issubclass(args[0], pathlib.PurePath):
         return (name,), f"Path.{name}()", partial(_answer, getattr(pathlib.Path, name), ())
-    return _of_file(fn, name, module, args) if args and isinstance(args[0], (str, bytes, os.PathLike)) else None
+    return _of_file(fn, name, module, args) if args and isinstance(args[0], _PATHS) else None
 
 
 def setting_of(holder: Any, name: str, title: str) -> Question | None:
@@ -141,14 +145,18 @@ def _of_file(fn: Any, name: str, module: str, args: tuple[Any, ...]) -> Question
 
 
 def questions_of_files(fn: Any, args: tuple[Any, ...]) -> list[Question]:
-    """The questions for the contents of files whose paths a function of Python's library is given: it may read them.
+    """The questions for the contents of files whose paths a function of a library is given: it may read them.
 
-    open(path, encoding="latin-1"); codecs.open(path); gzip.open(path); shutil.copy(path, other)
+    open(path, encoding="latin-1"); gzip.open(path); fileinput.input([path]); PIL.Image.open(path); scipy.io.loadmat(path)
     """
-    module = getattr(fn, "__module__", None) or type(getattr(fn, "__self__", None)).__module__
-    if not (fn is builtins.open or is_of_python(module)) or opens_to_write(getattr(fn, "__name__", ""), args):
+    name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or type(getattr(fn, "__self__", None)).__module__
+    if not (fn is builtins.open or is_of_python(module) or (_reads_files(module) and not name.startswith(_WRITE))):
         return []
-    found = [_question_of_file(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike)) and _is_data(arg)]
+    if opens_to_write(name, args):
+        return []
+    is_code_data = name in _READ_CODE
+    given = [part for arg in args for part in (arg if type(arg) in (list, tuple) and arg and isinstance(arg[0], _PATHS) else (arg,))]
+    found = [_question_of_file(arg) for arg in given if isinstance(arg, _PATHS) and _is_data(arg, is_code_data)]
     return [] if found and question_of(fn, args) is not None else found  # one that asks less: `os.path.exists`
 
 
@@ -161,11 +169,16 @@ def opens_to_write(name: str, args: tuple[Any, ...]) -> bool:
     return any(set(mode) & set("wxa+") for mode in modes) or any(flag & (os.O_WRONLY | os.O_RDWR) for flag in flags)
 
 
-def _is_data(path: Any) -> bool:
-    """Whether there is a file of data at a path."""
+def _reads_files(module: str) -> bool:
+    """Whether a function of a module may read a file by its path: one of a library, other than those that compute with tensors."""
+    return is_library(module) and not is_recorded(module) and module.partition(".")[0] not in _COMPUTES and not is_of_python(module)
+
+
+def _is_data(path: Any, is_code_data: bool) -> bool:
+    """Whether there is a file at a path, and it is of data. `is_code_data`: code is data too."""
     try:
         name = os.fsdecode(path)
-        return os.path.isfile(name) and not name.endswith(_NOT_DATA) and not name.startswith(_OF_THE_SYSTEM)
+        return os.path.isfile(name) and (is_code_data or not name.endswith(_CODE)) and not name.startswith(_OF_THE_SYSTEM)
     except (TypeError, ValueError):
         return False
 

@@ -20,7 +20,7 @@ import torch
 from spmd.base._signals import handlers_run
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _calls, _hooks, _observers, _parts, _swap
-from spmd.program.reads._builtin_attributes import note_builtin_attribute, origin_of
+from spmd.program.reads._builtin_attributes import note_builtin_attribute, note_missing_attribute, origin_of
 from spmd.program.reads._c_methods import BY_NAME, note_c_attribute
 from spmd.program.reads._choices import Choice, choose
 from spmd.program.reads._container_methods import CONTAINERS, note_in_place
@@ -39,7 +39,6 @@ from spmd.program.reads._memos import read_registry
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import mapped_operand, numpy_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
-from spmd.program.reads._outside import setting_of
 from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
 from spmd.program.reads._places import CDATA, Expected, Place, shown_key
@@ -170,8 +169,8 @@ class Recording(PlacesWritten):
             self.read_slot(instance, found)
         elif not hasattr(type(found), "__set__"):  # a property is Python code: its reads are recorded when it runs
             attributes = attributes_of(instance)
-            if found is ABSENT and name not in (attributes or ()) and (question := setting_of(instance, name, self._title(instance))):
-                self.ask(instance, question)
+            if found is ABSENT and name not in (attributes or ()):
+                note_missing_attribute(self, instance, name)
             if attributes is not None:
                 if isinstance(instance, threading.local):
                     self._content(instance)

@@ -22,6 +22,7 @@ import pathlib
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -296,6 +297,19 @@ def _of_layout(describe: Descriptions, value: Any) -> Any:
     return repr(value)
 
 
+def _of_reference(describe: Descriptions, value: weakref.ReferenceType[Any]) -> Any:
+    """A weak reference is to the same object as in the trace. One to a tensor would hide that its values are guarded by its version."""
+    if value.__callback__ is not None or is_a(value(), (torch.Tensor, np.ndarray)):
+        raise NotStorable("a weak reference with a callback, or to a tensor or array")
+    return "reference", describe.part(value())
+
+
+def _of_dtype(_: Descriptions, value: np.dtype[Any]) -> Any:
+    if value.metadata is not None:
+        raise NotStorable("a dtype of numpy with metadata")
+    return "dtype", value.name, repr(value.descr), value.alignment, value.itemsize
+
+
 def _of_number(describe: Descriptions, value: np.generic) -> Any:
     return type(value).__qualname__, value.dtype.str, value.tobytes()
 
@@ -332,6 +346,7 @@ _KINDS: dict[Any, _Describe] = {
     types.CellType: _of_cell,
     types.MappingProxyType: _of_proxy,
     types.CodeType: _of_code,
+    weakref.ReferenceType: _of_reference,
     Buffer: _of_buffer,
     np.ndarray: _of_array,
 }
@@ -345,6 +360,7 @@ _BASES: tuple[tuple[type, _Describe], ...] = (
     (torch.Tensor, _of_tensor),
     *((kind, _of_layout) for kind in LAYOUTS),
     (np.generic, _of_number),
+    (np.dtype, _of_dtype),
     (tuple, _of_tuple),
 )
 
@@ -372,4 +388,4 @@ def _constant_text(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-__all__ = ["LAYOUTS", "Descriptions", "NotStorable", "code_digest", "description", "has_own_attributes", "is_a", "is_ours"]
+__all__ = ["LAYOUTS", "Descriptions", "NotStorable", "code_digest", "description", "has_own_attributes", "is_ours"]

@@ -20,9 +20,9 @@ import torch
 
 from spmd.base._torch import custom_operators
 from spmd.lowering import lowerings
-from spmd.program.find._static import is_python_class
+from spmd.program.find._static import is_a, is_python_class
 from spmd.program.reads import is_library
-from spmd.program.stored._description import description, is_a
+from spmd.program.stored._description import description
 
 _OF_CLASSES = ("pybind11_builtins",)  # the module of classes in C++
 _SEARCHED = frozenset(("torch", "numpy", "einops", "einx"))  # libraries that compute with tensors: their modules `a` and `a.b`,

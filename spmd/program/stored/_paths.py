@@ -10,14 +10,15 @@ import collections
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from spmd.program.find._static import attributes_of, class_dict, is_named, is_python_class, named, slots_of
+from spmd.program.find._static import attributes_of, class_dict, is_a, is_named, is_python_class, named, slots_of
 from spmd.program.reads import PLAIN, SPECIAL, code_of, content_of, items_of
-from spmd.program.stored._description import NotStorable, description, has_own_attributes, is_a, is_ours
+from spmd.program.stored._description import NotStorable, description, has_own_attributes, is_ours
 
 Node = tuple[int | None, str, Any]  # the parent's position in the table, or None for a root; the kind of the step; its key
 _LARGEST = 100_000  # items of a container that is searched
@@ -54,6 +55,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda owner, _: type(owner),
     "base": lambda owner, index: owner.__mro__[index],
     "grad": lambda owner, _: owner.grad,
+    "referent": lambda owner, _: owner(),
     "slot": lambda owner, key: next(v for d, v in slots_of(owner).items() if (d.__objclass__.__qualname__, d.__name__) == key),
 }
 
@@ -172,6 +174,8 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
         yield from (("index", i, part) for i, part in enumerate(base.__iter__(value)) if base.__len__(value) <= _LARGEST)
     elif kind is types.CellType:
         yield "contents", None, content_of(value)
+    elif kind is weakref.ReferenceType:
+        yield "referent", None, value()
     elif issubclass(kind, type):
         namespaces.add(id(class_dict(value)))
         yield from (("base", i, base) for i, base in enumerate(value.__mro__) if is_python_class(base))

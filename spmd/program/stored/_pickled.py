@@ -33,10 +33,10 @@ import torch
 from mesh import Mesh, ShardingSpec
 from mesh._devices import devices
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, strided_alias
-from spmd.program.find._static import is_named, is_python_class
+from spmd.program.find._static import is_a, is_named, is_python_class
 from spmd.program.reads import ABSENT, PLAIN, content_of
 from spmd.program.reuse._columns import Guards
-from spmd.program.stored._description import Descriptions, NotStorable, is_a, is_ours
+from spmd.program.stored._description import Descriptions, NotStorable, is_ours
 from spmd.program.stored._modules import Modules
 from spmd.program.stored._paths import Node, Places, Search
 

@@ -22,9 +22,10 @@ from mesh import ShardingSpec
 from mesh.job._join import program_environment
 from spmd.base._settings import in_force
 from spmd.base._torch import TreeSpec
+from spmd.program.find._static import is_a
 from spmd.program.reads import PLAIN, code_of
 from spmd.program.reuse._signature import VARIES
-from spmd.program.stored._description import NotStorable, code_digest, description, is_a
+from spmd.program.stored._description import NotStorable, code_digest, description
 from spmd.program.stored._library_state import library_state
 
 _FLAGS = ("TORCH", "PYTORCH", "JAX", "XLA", "LIBTPU", "TPU", "SPMD", "HF_", "TRANSFORMERS", "CUDA", "NVIDIA", "OMP", "MKL", "PYTHON")

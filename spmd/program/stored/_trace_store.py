@@ -24,6 +24,7 @@ from spmd.base._settings import keep_programs_by_default
 from spmd.device._buffer_stack import stack_of
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.find._discover import Reachable
+from spmd.program.find._static import is_a
 from spmd.program.optim._preparation import drop_unused_state
 from spmd.program.reads import ONLY_HERE, PLAIN
 from spmd.program.reads._content_places import AttributePlace
@@ -31,7 +32,7 @@ from spmd.program.reads._places import DictPlace
 from spmd.program.reuse._signature import Signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import StackedState
-from spmd.program.stored._description import LAYOUTS, NotStorable, is_a, is_ours
+from spmd.program.stored._description import LAYOUTS, NotStorable, is_ours
 from spmd.program.stored._messages import Messages
 from spmd.program.stored._modules import note_trace
 from spmd.program.stored._paths import Search
