@@ -483,6 +483,73 @@ def two_optimizers(device: str, wrap: Any, changed: bool) -> Values:
     return [*calls(wrap(step), device), *(p.detach() for p in model.parameters()), len(first.state), len(second.state)]
 
 
+def _trained_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@case
+def the_model_as_an_argument(device: str, wrap: Any, changed: bool) -> Values:
+    model = mlp(device, *([nn.ReLU()] if changed else []))
+    optimizer, compiled, x = torch.optim.Adam(model.parameters(), lr=0.1), wrap(_trained_step), inputs(device)
+    return [*(compiled(model, optimizer, x) for _ in range(3)), *(p.detach() for p in model.parameters())]
+
+
+@case
+def an_optimizer_of_another_model(device: str, wrap: Any, changed: bool) -> Values:
+    models = mlp(device), mlp(device)
+    optimizer, compiled, x = torch.optim.SGD(models[0].parameters(), lr=0.1), wrap(_trained_step), inputs(device)
+    return [*(compiled(models[changed], optimizer, x) for _ in range(3)), *(p.detach() for m in models for p in m.parameters())]
+
+
+@case
+def the_same_model_twice_as_arguments(device: str, wrap: Any, changed: bool) -> Values:
+    models = mlp(device), mlp(device)
+    for p in models[1].parameters():
+        p.data = p.data * 2
+
+    def step(one: Any, other: Any, x: torch.Tensor) -> torch.Tensor:
+        return (one(x) - other(x) if one is other else one(x) + other(x)).detach()
+
+    compiled, x = wrap(step), inputs(device)
+    return [compiled(models[0], models[not changed], x) for _ in range(2)]
+
+
+def _plain_loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def _other_loss(y: torch.Tensor) -> torch.Tensor:
+    return y.abs().mean()
+
+
+@case
+def a_function_as_an_argument(device: str, wrap: Any, changed: bool) -> Values:
+    model, x = mlp(device), inputs(device)
+    compiled = wrap(lambda x, loss_of: loss_of(model(x)).detach())
+    return [compiled(x, _other_loss if changed else _plain_loss) for _ in range(2)]
+
+
+class _Trainer:
+    """As users write it: a step that is a method, of state in attributes."""
+
+    def __init__(self, device: str, scale: float) -> None:
+        self.model, self.scale = mlp(device), scale
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return _trained_step(self.model, self.optimizer, x * self.scale)
+
+
+@case
+def a_trainer_as_an_argument(device: str, wrap: Any, changed: bool) -> Values:
+    trainer, compiled, x = _Trainer(device, 3.0 if changed else 2.0), wrap(_Trainer.step), inputs(device)
+    return [*(compiled(trainer, x) for _ in range(3)), *(p.detach() for p in trainer.model.parameters())]
+
+
 def scheduled(scheduler_of: Any, wrap: Any, device: str) -> Values:
     """Losses and weights of training steps, with a scheduler that steps outside them. It wraps the optimizer's `step`."""
     model = mlp(device)

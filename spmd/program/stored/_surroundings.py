@@ -31,8 +31,8 @@ from spmd.program.stored._library_state import library_state
 _FLAGS = ("TORCH", "PYTORCH", "JAX", "XLA", "LIBTPU", "TPU", "SPMD", "HF_", "TRANSFORMERS", "CUDA", "NVIDIA", "OMP", "MKL", "PYTHON")
 
 
-def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
-    """The digest under which a trace is stored.
+def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> tuple[str, list[Any]]:
+    """The digest under which a trace is stored, and the objects among the arguments that are compared by identity, each once.
 
     Args:
         fn, name, options: of the step.
@@ -49,12 +49,13 @@ def digest_of(fn: Any, name: str, options: Any, key: Any, client: Any) -> str:
         about = description(type(fn))
     devices = [(d.id, d.platform, d.device_kind) for d in client.devices()]
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "dir" not in k}
+    objects: list[Any] = []
     parts = (
-        *("trace 1", name, about, repr(options), _text(key), devices, client.platform_version),
+        *("trace 1", name, about, repr(options), _text(key, objects), devices, client.platform_version),
         *(sys.version, platform.machine(), jax.__version__, torch.__version__, in_force.check_indices, sorted(settings.items(), key=repr)),
         *(*library_state(), sorted(program_environment(_FLAGS).items()), _own_files()),
     )
-    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest(), objects
 
 
 @functools.lru_cache(maxsize=1)
@@ -65,23 +66,30 @@ def _own_files() -> tuple[Any, ...]:
     return tuple((str(path.relative_to(root.parent)), about.st_size, about.st_mtime_ns) for path, about in seen)
 
 
-def _text(value: Any) -> str:
-    """A part of a signature as text."""
+def _text(value: Any, objects: list[Any]) -> str:
+    """A part of a signature as text. An object that is equal to itself alone becomes its number in `objects`.
+
+    What the trace reads of such an object (a model, an optimizer, a function) is compared like what it reads of a variable.
+    """
     kind = type(value)
     if issubclass(kind, type):
         return repr(description(value))
     if issubclass(kind, (tuple, list)):
         base: Any = tuple if issubclass(kind, tuple) else list
-        return f"{kind.__module__}.{kind.__qualname__}({','.join(map(_text, base.__iter__(value)))})"
+        return f"{kind.__module__}.{kind.__qualname__}({','.join(_text(part, objects) for part in base.__iter__(value))})"
     if kind is ShardingSpec:
         return f"{value!r} {value.minibatch} {value.mesh.device_ids.tolist()}"
     if issubclass(kind, TreeSpec):
         context = value.context if type(value.context) in (tuple, list, type(None)) else [value.context]
-        return f"tree({_text(value.type)},{_text(context)},{','.join(map(_text, value.children()))})"
+        return f"tree({_text(value.type, objects)},{_text(context, objects)},{','.join(_text(c, objects) for c in value.children())})"
     if value is VARIES:
         return "any"
     if kind in PLAIN or issubclass(kind, (Enum, np.generic, types.CodeType, types.ModuleType)):
         return repr(description(value))
+    if kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__:
+        number = next((i for i, other in enumerate(objects) if other is value), len(objects))
+        objects.extend([value] if number == len(objects) else [])
+        return f"object {number}, {description(kind)!r}"
     raise NotStorable(f"an argument with a {kind.__qualname__}")
 
 

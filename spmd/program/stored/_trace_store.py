@@ -117,15 +117,17 @@ class TraceStore:
         keys: the keys of the cache under which they are.
         fn: the function.
         arguments: the buffers of the arguments.
+        objects: the objects among the arguments that are compared by identity.
 
     Attributes:
         found: the trace that `find` returned; None if there was none.
         messages: notes what is logged and warned of during a trace.
     """
 
-    def __init__(self, keys: Sequence[str] = (), fn: Any = None, arguments: Sequence[Buffer] = ()) -> None:
+    def __init__(self, keys: Sequence[str] = (), fn: Any = None, arguments: Sequence[Buffer] = (), objects: Sequence[Any] = ()) -> None:
         self._keys, self._arguments = keys, arguments
         self._roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(arguments)}}
+        self._roots |= {f"object {i}": value for i, value in enumerate(objects)}
         self._reachable: Any = None
         self._modules = set(sys.modules)
         self.messages = Messages()
@@ -138,14 +140,14 @@ class TraceStore:
         if files_in_use() is None or options.check or call.numbers or call.copied:
             return TraceStore()
         try:
-            key = digest_of(fn, name, options, call.key, client)
+            key, objects = digest_of(fn, name, options, call.key, client)
         except NotStorable as error:
             _log.debug("the trace of %s is not stored: it depends on %s", name, error)
             return TraceStore()
         except Exception:  # of what a library or the program has put into a place that is described
             _log.debug("the trace of %s is not stored", name, exc_info=True)
             return TraceStore()
-        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call.buffers)
+        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call.buffers, objects)
 
     def find(self, reachable: Reachable, lookups: Sequence[Lookup]) -> Captured | None:
         """The trace of an earlier process, if everything that it read is the same in this one. Its messages are shown.
