@@ -550,6 +550,38 @@ def a_trainer_as_an_argument(device: str, wrap: Any, changed: bool) -> Values:
     return [*(compiled(trainer, x) for _ in range(3)), *(p.detach() for p in trainer.model.parameters())]
 
 
+@case
+def an_lstm(device: str, wrap: Any, changed: bool) -> Values:
+    torch.manual_seed(3)
+    model = nn.LSTM(4, 4, num_layers=2 if changed else 1, batch_first=True).to(device)
+    return losses(model, lambda step: wrap(lambda x: step(x[None])[0]), device)
+
+
+@case
+def losses_in_a_list(device: str, wrap: Any, changed: bool) -> Values:
+    model, log = mlp(device), [7.0] if changed else list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = _trained_step(model, optimizer, x)
+        log.append(loss.item())
+        return loss
+
+    found = calls(wrap(step), device, 3)
+    return [*found, *(torch.tensor(number) for number in log)]
+
+
+@case
+def a_tensor_of_the_cpu_from_the_step_itself(device: str, wrap: Any, changed: bool) -> Values:
+    length = 3 if changed else 4
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(length)  # on the CPU, as libraries make masks
+        return x * (positions.sum().item() + positions[:, None].to(x.device).sum())
+
+    return calls(wrap(step), device)
+
+
 def scheduled(scheduler_of: Any, wrap: Any, device: str) -> Values:
     """Losses and weights of training steps, with a scheduler that steps outside them. It wraps the optimizer's `step`."""
     model = mlp(device)

@@ -25,7 +25,7 @@ NOT_STORED = {  # cases by the reason why a second process traces again
         the_backward_of_a_function a_method_as_the_function""",
     "the keys of hooks are numbers that each process counts": """
         a_pre_hook a_hook_of_a_tensor a_hook_after_accumulation a_hook_of_an_optimizer""",
-    "a tensor of the CPU is guarded by its version": "an_array_of_numpy a_tensor_of_the_cpu a_reference_to_a_tensor",
+    "a tensor of the CPU is guarded by its version": "a_tensor_of_the_cpu a_reference_to_a_tensor",
     "no path leads to an object: a log record, the cache of a function, what a compiled function holds": """
         a_log_record a_record_with_more a_step_in_a_step several_steps_in_a_call optimizer_radam a_scaler""",
     "the trace wrote to a file, or the file was written again": "a_file_that_is_written a_file_that_is_read",

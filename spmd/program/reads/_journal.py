@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd.program.reads._hidden_state import IN_MEMORY, SIGNALS, put_stream, stream_content
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._places import CDATA, content_of, is_same, items_of, slot_value
+from spmd.program.reads._places import CDATA, PLAIN, content_of, is_same, items_of, slot_value
 
 Put = Callable[[Any], None]
 PutIn = Callable[[Any], Put]  # a holder -> the function that sets the value of a place in it
@@ -54,6 +54,10 @@ class Effect:
     was_read: bool = False
     put_in: PutIn | None = None
     held: tuple[int, Callable[[Any], Any]] | None = None
+
+    def of_program(self) -> Effect:
+        """The write as a program keeps it: without a value that is not plain, which would keep what is in it alive, up to the trace."""
+        return self if isinstance(self.value, PLAIN) else replace(self, value=ABSENT)
 
 
 @dataclass

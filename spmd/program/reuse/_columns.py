@@ -11,6 +11,7 @@ Note [Columns]
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from operator import call, is_, is_not, ne
@@ -108,6 +109,7 @@ class Guards:
         self._dicts, self._empty = _Dicts(), _Dicts()
         self._numbers, self._values, self._blank = _Columns(), _Columns(), _Columns()
         self._part_readers, self._part_holders, self._part_ranks = list[Read](), list[Any](), list[int]()
+        self._owners: dict[int, weakref.ReferenceType[Any]] = {}
         self._is_arranged = False
         self._known: _Snapshot | None = None
         self._known_items: list[Any] = []  # the values and parts of `_known`, concatenated
@@ -121,6 +123,7 @@ class Guards:
         numbers: Iterable[tuple[Read, Sequence[Any]]] = (),
         parts: Iterable[tuple[Read, Any]] = (),
         blank: Iterable[tuple[Read, Sequence[Any]]] = (),
+        owner: weakref.ReferenceType[Any] | None = None,
     ) -> None:
         """Add a guard. It is evaluated when something that it depends on has changed, or before every call if nothing is given.
 
@@ -131,8 +134,11 @@ class Guards:
             numbers: the same, compared by value. For values where `==` is exact: ints, flags, code, None.
             parts: (read, object): it depends on all items of the iterable `read(object)`, compared by identity.
             blank: (read, objects): it depends on `read(object)` being empty or None, and can be satisfied only if it is.
+            owner: it is about this object, and there is nothing to guard once the object does not exist any more.
         """
         rank = len(self._guards)
+        if owner is not None:
+            self._owners[rank] = owner
         self._guards.append(guard)
         self._known, self._is_arranged = None, False
         values, numbers, parts, blank = list(values), list(numbers), list(parts), list(blank)
@@ -155,6 +161,12 @@ class Guards:
             self._part_readers.append(read)
             self._part_holders.append(holder)
             self._part_ranks.append(rank)
+
+    def drop_dead(self) -> None:
+        """Drop guards about objects that do not exist any more, such as CPU tensors that the trace itself created."""
+        dead = {rank for rank, owner in self._owners.items() if owner() is None}
+        self._always = [rank for rank in self._always if rank not in dead]
+        self.added = [given for rank, given in enumerate(self.added) if rank not in dead]
 
     def _add_dict(self, holder: dict[Any, Any], rank: int) -> None:
         if _version is None or isinstance(holder, collections.OrderedDict):  # its order can change without a new version

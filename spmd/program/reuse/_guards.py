@@ -228,4 +228,4 @@ def guard_host_tensor(guards: Guards, tensor: torch.Tensor) -> None:
             return f"a CPU tensor of shape {tuple(alive.shape)} that is a constant of the program was changed in place"
         return None
 
-    guards.add(check)
+    guards.add(check, owner=reference)

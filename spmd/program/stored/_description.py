@@ -298,9 +298,10 @@ def _of_layout(describe: Descriptions, value: Any) -> Any:
 
 
 def _of_reference(describe: Descriptions, value: weakref.ReferenceType[Any]) -> Any:
-    """A weak reference is to the same object as in the trace. One to a tensor would hide that its values are guarded by its version."""
-    if value.__callback__ is not None or is_a(value(), (torch.Tensor, np.ndarray)):
-        raise NotStorable("a weak reference with a callback, or to a tensor or array")
+    """A weak reference is to the same object as in the trace. What one to a CPU tensor has is guarded by the tensor's version."""
+    referent = value()
+    if value.__callback__ is not None or (is_a(referent, (torch.Tensor, np.ndarray)) and not is_device_tensor(referent)):
+        raise NotStorable("a weak reference with a callback, or to a tensor of the CPU or an array")
     return "reference", describe.part(value())
 
 

@@ -114,6 +114,8 @@ class Search:
             self._visit(value, (None, "global", (value.__name__, "")))
         elif is_a(value, (type, types.FunctionType, types.BuiltinFunctionType)) and is_named(value):
             self._visit(value, (None, "global", (value.__module__, value.__qualname__)))
+        elif is_a(value, types.BuiltinFunctionType) and named(value.__module__ or "", value.__name__) is value:
+            self._visit(value, (None, "global", (value.__module__, value.__name__)))
         elif is_a(value, types.FunctionType) and "<" not in value.__qualname__ and value.__module__ in sys.modules:
             key = value.__module__, value.__qualname__  # a decorator has replaced it there, and may hold it
             self._visit(named(*key), (None, "global", key))

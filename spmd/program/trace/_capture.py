@@ -161,7 +161,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], known: list[Objec
             kept_gradients=[g for _, g in gradients if g is not None] if trace.options.keep_grads else [],
         ),
         guarded=guarded,
-        writes=PythonWrites(left.effects, [*left.actions, *looked_up], recorder.stepped),
+        writes=PythonWrites([e.of_program() for e in left.effects], [*left.actions, *looked_up], recorder.stepped),
         layouts=[*recorder.layouts],
         layers=recorder.layers,
     )
