@@ -48,6 +48,7 @@
         +-- CountsNeeded                               ... with integers that the host knows as Python integers
         +-- NumbersDrawn                               ... because another thread may have drawn random numbers
         +-- ContextNeeded                              ... in a copy of the context
+        +-- ImportNeeded                               ... with a module imported that the function imports first
         +-- ViewNeeded                                 ... with indices of tensors as constants
         +-- OptimizerAsObject                          ... with an optimizer treated like any other object
         +-- StateBeforeStep                            ... with an optimizer's state created by its first step, not before

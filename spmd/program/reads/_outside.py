@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.program.find._static import attributes_of, static_attribute
+from spmd.program.find._static import attributes_of, name_of, static_attribute
 from spmd.program.reads._library import is_library, is_of_python, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN, ContentPlace, Expected, is_same
@@ -149,7 +149,7 @@ def questions_of_files(fn: Any, args: tuple[Any, ...]) -> list[Question]:
 
     open(path, encoding="latin-1"); gzip.open(path); fileinput.input([path]); PIL.Image.open(path); scipy.io.loadmat(path)
     """
-    name, module = getattr(fn, "__name__", ""), getattr(fn, "__module__", None) or type(getattr(fn, "__self__", None)).__module__
+    name, module = name_of(fn), getattr(fn, "__module__", None) or type(getattr(fn, "__self__", None)).__module__
     if not (fn is builtins.open or is_of_python(module) or (_reads_files(module) and not name.startswith(_WRITE))):
         return []
     if opens_to_write(name, args):
