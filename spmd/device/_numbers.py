@@ -144,7 +144,7 @@ class NumberNode:
 
     def guard_float(self, file: str, line: int) -> float:
         answer = answered(self._is_true) if self.evaluate is None else None
-        return float(self._concrete("float")) if answer is None else float(answer)
+        return float(self._concrete("float, or as a bool for a branch")) if answer is None else float(answer)
 
     def guard_int(self, file: str, line: int) -> int:
         return int(self._concrete("int"))
