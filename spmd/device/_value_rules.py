@@ -13,7 +13,7 @@ from spmd.base._jax import known_value
 from spmd.device._checks import Check
 from spmd.device._host_answers import host_answer
 from spmd.device._storage import recording
-from spmd.lowering._registry import assuming, counting
+from spmd.lowering._registry import assuming, sizes_from
 
 
 def run_on_values(plan: Any, dynamic: list[Any], key: Any) -> Any:
@@ -29,7 +29,7 @@ def run_on_values(plan: Any, dynamic: list[Any], key: Any) -> Any:
     unknown = sorted((i for i, k in enumerate(known) if k is None), key=lambda i: (dynamic[i].dtype != np.bool_, dynamic[i].size))
     while True:
         try:
-            with counting(host_answer):
+            with sizes_from(host_answer):
                 return _run_where_known(plan, dynamic, known, key)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             found = next(((i, v) for i in unknown if known[i] is None and (v := recorder.known_value(dynamic[i])) is not None), None)

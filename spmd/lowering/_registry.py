@@ -311,7 +311,7 @@ def assumed(is_wrong: Callable[[], Any], text: str, fix: str) -> bool:
 
 
 @contextmanager
-def counting(answer: Callable[[Any], Any]) -> Generator[None]:
+def sizes_from(answer: Callable[[Any], Any]) -> Generator[None]:
     """While active, `answer` tells rules of data-dependent ops the value of a traced number on the host, or None (`size_if_traced`)."""
     token = _answer.set(answer)
     try:
@@ -321,7 +321,7 @@ def counting(answer: Callable[[Any], Any]) -> Generator[None]:
 
 
 def size_if_traced(values: Any, count: Callable[[], Any]) -> int | None:
-    """`count()`, the size of a result, if `values` are traced and the host can compute it (see `counting`); else None.
+    """`count()`, the size of a result, if `values` are traced and the host can compute it (see `sizes_from`); else None.
 
     The program then serves all values with this size.
     """

@@ -253,6 +253,7 @@ class Step(CopiedStep, Generic[P, R]):
             making = Making([self._loaded.get], is_beside)
             with handlers_run():
                 program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making, store.found)
+            captured.guarded.guards.drop_dead()
             store.keep(program)
             return program, int(store.found is None)
 

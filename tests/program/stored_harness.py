@@ -41,17 +41,18 @@ def calls(step: Any, device: str, count: int = 2) -> Values:
     return [step(x) for _ in range(count)]
 
 
+def train(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    """One step of training."""
+    optimizer.zero_grad()
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def trained(model: nn.Module, optimizer: Any, wrap: Any, device: str, count: int = 3) -> Values:
     """Losses, parameters and optimizer state after some steps of training."""
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    losses = calls(wrap(step), device, count)
+    losses = calls(wrap(lambda x: train(model, optimizer, x)), device, count)
     return [*losses, *(p.detach() for p in model.parameters()), *(v for s in optimizer.state.values() for v in s.values())]
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import mesh
 import spmd
-from tests.program.stored_harness import Values, calls, case, inputs, trained
+from tests.program.stored_harness import Values, calls, case, inputs, train, trained
 
 log = logging.getLogger("stored_process_cases")
 TOTAL = 0.0
@@ -282,11 +282,7 @@ def several_steps_in_a_call(device: str, wrap: Any, changed: bool) -> Values:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return train(model, optimizer, x)
 
     stacked = torch.stack([inputs(device) + i for i in range(count)])
     if device == "cpu":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.program.stored_harness import Values, calls, case, inputs, trained
+from tests.program.stored_harness import Values, calls, case, inputs, train, trained
 
 
 def mlp(device: str, *more: nn.Module) -> nn.Sequential:
@@ -483,25 +483,17 @@ def two_optimizers(device: str, wrap: Any, changed: bool) -> Values:
     return [*calls(wrap(step), device), *(p.detach() for p in model.parameters()), len(first.state), len(second.state)]
 
 
-def _trained_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = (model(x) ** 2).mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 @case
 def the_model_as_an_argument(device: str, wrap: Any, changed: bool) -> Values:
     model = mlp(device, *([nn.ReLU()] if changed else []))
-    optimizer, compiled, x = torch.optim.Adam(model.parameters(), lr=0.1), wrap(_trained_step), inputs(device)
+    optimizer, compiled, x = torch.optim.Adam(model.parameters(), lr=0.1), wrap(train), inputs(device)
     return [*(compiled(model, optimizer, x) for _ in range(3)), *(p.detach() for p in model.parameters())]
 
 
 @case
 def an_optimizer_of_another_model(device: str, wrap: Any, changed: bool) -> Values:
     models = mlp(device), mlp(device)
-    optimizer, compiled, x = torch.optim.SGD(models[0].parameters(), lr=0.1), wrap(_trained_step), inputs(device)
+    optimizer, compiled, x = torch.optim.SGD(models[0].parameters(), lr=0.1), wrap(train), inputs(device)
     return [*(compiled(models[changed], optimizer, x) for _ in range(3)), *(p.detach() for m in models for p in m.parameters())]
 
 
@@ -541,7 +533,7 @@ class _Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
-        return _trained_step(self.model, self.optimizer, x * self.scale)
+        return train(self.model, self.optimizer, x * self.scale)
 
 
 @case
@@ -563,7 +555,7 @@ def losses_in_a_list(device: str, wrap: Any, changed: bool) -> Values:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = _trained_step(model, optimizer, x)
+        loss = train(model, optimizer, x)
         log.append(loss.item())
         return loss
 
@@ -588,14 +580,7 @@ def scheduled(scheduler_of: Any, wrap: Any, device: str) -> Values:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler, found = scheduler_of(optimizer), list[Any]()
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    compiled, x = wrap(step), inputs(device)
+    compiled, x = wrap(lambda x: train(model, optimizer, x)), inputs(device)
     for _ in range(4):
         found.append(compiled(x))
         scheduler.step()

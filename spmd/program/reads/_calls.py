@@ -77,6 +77,7 @@ from spmd.program.reads._varying import (
     NumberMethod,
     NumbersNeeded,
     Varying,
+    any_inside,
     conversion,
     fixed,
     fixed_if_varying,
@@ -268,12 +269,8 @@ def _lists_varying(value: Any) -> bool:
     return is_sequence(value) and any(map(_holds_varying, value))
 
 
-def _holds_varying(value: Any, around: tuple[Any, ...] = ()) -> bool:
-    """Whether it is or holds a varying number. `around`: the sequences that it is in; a list can be in itself."""
-    if not is_sequence(value):
-        return type(value) is Varying
-    inner = (*around, value)
-    return any(_holds_varying(part, inner) for part in value if all(part is not sequence for sequence in inner))
+def _holds_varying(value: Any) -> bool:
+    return any_inside(value, is_sequence, lambda part: type(part) is Varying)
 
 
 def _takes_varying(fn: Any) -> bool:

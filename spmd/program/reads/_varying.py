@@ -341,14 +341,21 @@ def float_operand(left: Any, size: Any) -> Any:
     return size.beside(left) if type(left) is float else left
 
 
-def is_varying(key: Any, around: tuple[Any, ...] = ()) -> bool:
-    """Whether a key contains varying numbers, in slices, tuples or lists. `around`: what it is in; a list can be in itself."""
-    if type(key) is slice:
-        return any(type(part) is Varying for part in (key.start, key.stop, key.step))
-    if type(key) not in (tuple, list):
-        return type(key) is Varying
-    inner = (*around, key)
-    return any(is_varying(part, inner) for part in key if all(part is not container for container in inner))
+def is_varying(key: Any) -> bool:
+    """Whether a key contains varying numbers, in slices, tuples or lists."""
+    return any_inside(key, lambda part: type(part) in (tuple, list), _is_varying_part)
+
+
+def any_inside(value: Any, is_container: Callable[[Any], bool], test: Callable[[Any], bool], around: tuple[Any, ...] = ()) -> bool:
+    """Whether `test` is true for a value, or for one inside it. `around`: the containers that it is in, since a list can be in itself."""
+    if not is_container(value):
+        return test(value)
+    inner = (*around, value)
+    return any(any_inside(part, is_container, test, inner) for part in value if all(part is not outer for outer in inner))
+
+
+def _is_varying_part(part: Any) -> bool:
+    return type(part) is Varying or (type(part) is slice and any(type(end) is Varying for end in (part.start, part.stop, part.step)))
 
 
 def fixed(key: Any) -> Any:

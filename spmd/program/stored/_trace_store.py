@@ -204,7 +204,6 @@ class TraceStore:
         """Store the trace of a program of this process, if another process can compare everything that it read."""
         files, captured = files_in_use() if self._keys and self.found is None else None, program.captured
         note_trace(self._modules)
-        captured.guarded.guards.drop_dead()
         try:
             if files is None or program.digest is None or program.watched is not None or program.is_ahead:
                 return
