@@ -1126,6 +1126,29 @@ def read_compressed(path: Path) -> float:
         return float(file.read())
 
 
+@place
+def in_the_replaced_dict_of_a_function() -> tuple[Read, Write]:
+    def held() -> float:
+        return held.scale  # type: ignore[attr-defined]
+
+    held.scale = 2.0  # type: ignore[attr-defined]
+    return held, lambda v: setattr(held, "__dict__", {"scale": v})
+
+
+@place
+def in_the_replaced_dict_of_a_partial() -> tuple[Read, Write]:
+    held: Any = functools.partial(max, 1.0)
+    held.scale = 2.0
+    return lambda: held.scale, lambda v: setattr(held, "__dict__", {"scale": v})
+
+
+@place
+def in_the_replaced_dict_of_an_exception() -> tuple[Read, Write]:
+    held: Any = ValueError("held")
+    held.scale = 2.0
+    return lambda: held.scale, lambda v: setattr(held, "__dict__", {"scale": v})
+
+
 class Config(dict[str, Any]):
     __getattr__ = dict.__getitem__
 

@@ -586,3 +586,41 @@ def test_callbacks_that_are_sorted_may_keep_what_they_saw() -> None:
         return found, [[t.tolist() for t in c.seen] for c in callbacks]
 
     assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
+
+
+class Settings(dict[str, Any]):
+    """Attributes are items, by methods in C."""
+
+    __getattr__ = dict.get
+    __setattr__ = dict.__setitem__
+    __delattr__ = dict.__delitem__
+
+
+def _without(s: Settings, x: torch.Tensor) -> Any:
+    if "once" in s:
+        del s.once
+    s["once"] = len(s)
+
+
+BY_METHODS_IN_C: dict[str, Callable[[Settings, torch.Tensor], Any]] = {
+    "number": lambda s, x: exec("s.k += 1", {"s": s}),
+    "tensor": lambda s, x: exec("s.h = x if s.h is None else s.h + x", {"s": s, "x": x}),
+    "setattr": lambda s, x: setattr(s, "k", s.k * 2),
+    "delete": _without,
+}
+
+
+@pytest.mark.parametrize("name", list(BY_METHODS_IN_C))
+def test_attributes_that_a_method_in_c_writes_are_written_by_every_call(name: str) -> None:
+    def run(wrap: Any, device: str) -> Any:
+        settings = Settings(k=1, once=2)
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            BY_METHODS_IN_C[name](settings, x)
+            return x * settings.k
+
+        step = wrap(fn)
+        found = [step(torch.ones(2, device=device)).tolist() for _ in range(4)]
+        return found, {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")

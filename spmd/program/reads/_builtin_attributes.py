@@ -1,7 +1,8 @@
-"""Reads of attributes of objects of Python's own types: of modules, cells, methods, generators and code."""
+"""Attributes of objects of Python's own types (modules, cells, methods, generators, code), and those that methods in C give and take."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 import typing
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _OF_GENERATORS = ("gi_frame", "gi_running", "gi_yieldfrom", "gi_suspended")
 _OF_METHODS = ("__self__", "__func__", "__call__", "__get__")
 _INSTRUMENTED = frozenset(("co_code", "co_consts", "co_names", "co_stacksize", "co_lnotab", "co_linetable", "co_exceptiontable"))
-_GETTERS_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_METHODS_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
 _ALIASES = (types.GenericAlias, *(kind for kind in (getattr(typing, "_GenericAlias", None),) if kind is not None))  # `Holder[int]`
 
 
@@ -57,8 +58,22 @@ def note_missing_attribute(recording: Recording, instance: Any, name: str) -> No
     """
     recording.ask(instance, setting_of(instance, name, recording.name_of(instance)))
     getter = static_attribute(type(instance), "__getattr__")
-    if isinstance(getter, _GETTERS_IN_C):
+    if isinstance(getter, _METHODS_IN_C):
         recording.call(getter, instance, name)
+
+
+def note_attribute_written_in_c(recording: Recording, instance: Any, name: str) -> bool:
+    """Record the write of an attribute by a method in C, like a call of it. Returns whether `__setattr__` is one.
+
+    class Config(dict):
+        __setattr__ = dict.__setitem__
+        __delattr__ = dict.__delitem__
+    """
+    methods = [static_attribute(type(instance), special) for special in ("__setattr__", "__delattr__")]
+    found = [isinstance(m, _METHODS_IN_C) and m.__name__ not in ("__setattr__", "__delattr__") for m in methods]
+    for method in itertools.compress(methods, found):
+        recording.call(method, instance, name)
+    return found[0]
 
 
 def origin_of(value: Any) -> Any:
@@ -66,4 +81,4 @@ def origin_of(value: Any) -> Any:
     return value.__origin__ if type(value) in _ALIASES else value
 
 
-__all__ = ["note_builtin_attribute", "note_missing_attribute", "origin_of", "read_module_attribute"]
+__all__ = ["note_attribute_written_in_c", "note_builtin_attribute", "note_missing_attribute", "origin_of", "read_module_attribute"]

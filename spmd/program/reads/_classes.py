@@ -36,8 +36,8 @@ class ClassPlace(Place):
     def __init__(self, holder: Any, title: str) -> None:
         super().__init__(holder, title)
         self.cls, self.attributes = type(holder), _settable_attributes(holder)
-        is_plain = self.cls.__getattribute__ is object.__getattribute__
-        self.columns = (type,) if self.attributes is None else (type, _DICT if is_plain else _settable_attributes)
+        is_in_c = isinstance(self.cls.__getattribute__, types.WrapperDescriptorType)
+        self.columns = (type,) if self.attributes is None else (type, _DICT if is_in_c else _settable_attributes)
 
     def settle(self, expected: Expected) -> None:
         self.cls, self.attributes = type(self.holder), _settable_attributes(self.holder)

@@ -141,13 +141,13 @@ class PlacesRead:
         """The name of a value in messages."""
         return self._title(value)
 
-    def read_class_of(self, value: Any) -> None:
-        """Record the class of an object, where `__class__ = ...` may change it, and the class's special methods."""
+    def read_class_of(self, value: Any, *, with_dict: bool = False) -> None:
+        """Record the class of an object, where `__class__ = ...` may change it, and its special methods; `with_dict`: its `__dict__`."""
         cls = type(value)
         may_change = self._class_may_change.get(cls)
         if may_change is None:
             may_change = self.read_special_methods(cls)
-        if may_change and (key := hash(("class", id(value)))) not in self.places:
+        if (may_change or with_dict) and (key := hash(("class", id(value)))) not in self.places:
             self.places[key] = ClassPlace(value, self._title(value))
 
     def read_special_methods(self, cls: Any) -> bool:

@@ -8,13 +8,14 @@ import functools
 import sys
 import types
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import _parts
+from spmd.program.reads._builtin_attributes import note_attribute_written_in_c
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
@@ -25,6 +26,9 @@ from spmd.program.reads._places_read import PlacesRead, is_simple, resolved
 from spmd.program.reads._process_settings import SETTINGS, Setting
 from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import may_vary, written_at
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
 
 _THEIRS = sys.stdlib_module_names - {"builtins"} | {"numpy"}
 _OF_ANY_CLASS = ("__dict__", "__weakref__", "__class__")
@@ -97,6 +101,8 @@ class PlacesWritten(PlacesRead):
             self.journal.setting(instance, name, question[1], question[2], partial(setattr, instance, name))
         elif isinstance(instance, types.ModuleType):
             self.journal.entry(self.owned(instance, instance.__dict__), name, f"{instance.__name__}.{name}")
+        elif note_attribute_written_in_c(cast("Recording", self), instance, name):
+            return
         elif isinstance(cls.__setattr__, types.WrapperDescriptorType) or not is_recorded(cls.__module__):
             found = next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), None)
             is_in_c = isinstance(found, types.GetSetDescriptorType) and (

@@ -175,6 +175,7 @@ class Recording(PlacesWritten):
                 if isinstance(instance, threading.local):
                     self._content(instance)
                 self._owners[id(attributes)] = instance
+                self.read_class_of(instance, with_dict=True)
                 self._entry(attributes, name, instance, ".")
                 if isinstance(found, functools.cached_property) and name not in attributes:
                     self.journal.entry(attributes, name, f"{self._title(instance)}.{name}")

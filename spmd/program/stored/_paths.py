@@ -114,6 +114,8 @@ class Search:
             self._visit(value, (None, "global", (value.__name__, "")))
         elif is_a(value, (type, types.FunctionType, types.BuiltinFunctionType)) and is_named(value):
             self._visit(value, (None, "global", (value.__module__, value.__qualname__)))
+        elif name := next((name for name, kind in vars(types).items() if kind is value), None):  # a type that `builtins` does not have
+            self._visit(value, (None, "global", ("types", name)))
         elif is_a(value, types.BuiltinFunctionType) and named(value.__module__ or "", value.__name__) is value:
             self._visit(value, (None, "global", (value.__module__, value.__name__)))
         elif is_a(value, types.FunctionType) and "<" not in value.__qualname__ and value.__module__ in sys.modules:
