@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from tests.program.stored_harness import Values, calls, case
+from tests.program.stored_harness import Values, calls, case, inputs
 
 CHOSEN: Any = None
 OBJECTS: list[Any] = []
@@ -432,11 +432,52 @@ def an_object_that_is_compared(device: str, wrap: Any, changed: bool) -> Values:
     return calls(wrap(lambda x: x * 2 if held.chosen is held.first else x * 3), device)
 
 
+def three_of(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def five_of(x: torch.Tensor) -> torch.Tensor:
+    return x * 5
+
+
 @case
 def a_weak_reference(device: str, wrap: Any, changed: bool) -> Values:
     one, two = Holder(scale=2.0), Holder(scale=3.0)
     reference = weakref.ref(two if changed else one)
     return calls(wrap(lambda x: x * reference().scale + one.scale * two.scale), device)  # type: ignore[union-attr]
+
+
+@case
+def which_object_an_argument_is(device: str, wrap: Any, changed: bool) -> Values:
+    one, two = Holder(scale=2.0), Holder(scale=2.0)
+    step, x = wrap(lambda x, held: x * (3 if held is one else 4)), inputs(device)
+    return [step(x, one if changed else two) for _ in range(2)]
+
+
+@case
+def which_function_an_argument_is(device: str, wrap: Any, changed: bool) -> Values:
+    step, x = wrap(lambda x, fn: x * (3 if fn is three_of else 4)), inputs(device)
+    return [step(x, three_of if changed else five_of) for _ in range(2)]
+
+
+@case
+def an_argument_that_an_object_holds(device: str, wrap: Any, changed: bool) -> Values:
+    one, two = Holder(scale=2.0), Holder(scale=2.0)
+    held = Holder(inner=one if changed else two)
+    step, x = wrap(lambda x, given: x * (3 if given is held.inner else 4)), inputs(device)
+    return [step(x, one) for _ in range(2)]
+
+
+@case
+def an_argument_that_is_written_and_a_variable(device: str, wrap: Any, changed: bool) -> Values:
+    one, two = Holder(scale=2.0), Holder(scale=2.0)
+
+    def step(x: torch.Tensor, given: Any) -> torch.Tensor:
+        given.scale = 5.0
+        return x * one.scale
+
+    found = wrap(step)(inputs(device), one if changed else two)
+    return [found, one.scale, two.scale]
 
 
 @case

@@ -62,6 +62,7 @@ class StoredTrace:
         used: buffers of optimizer state that the trace used.
         layouts: the shapes, dtypes and shardings of the arrays that it was compiled for (see `layouts_of`).
         reached: see `Guarded`.
+        objects: the objects among the arguments, since the trace may have compared one with another object without reading it.
         messages: what was logged and warned of during the trace.
     """
 
@@ -72,6 +73,7 @@ class StoredTrace:
     used: list[Buffer]
     layouts: list[Any]
     reached: list[Any]
+    objects: list[Any]
     messages: Messages
 
     def stacked(self) -> StackedState | None:
@@ -128,6 +130,7 @@ class TraceStore:
         self._keys, self._arguments = keys, arguments
         self._roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(arguments)}}
         self._roots |= {f"object {i}": value for i, value in enumerate(objects)}
+        self._objects = list(objects)
         self._reachable: Any = None
         self._modules = set(sys.modules)
         self.messages = Messages()
@@ -232,6 +235,7 @@ class TraceStore:
             used,
             layouts_of([b.value for b in (*program.written.buffers, *program.read.buffers, *self._arguments)]),
             list(captured.guarded.reached.values()),
+            self._objects,
             self.messages,
         )
 
