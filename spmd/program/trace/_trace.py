@@ -143,7 +143,7 @@ _PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
 
 
 def is_refused_by_library(error: Exception) -> bool:
-    """Whether a function of Python's library or of torch's raised the error: of a number, or of what an object of its classes holds."""
+    """Whether code of Python's library or of torch raised the error, which may have been given a number that varies."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     name = frames[-1].f_globals.get("__name__")
     return is_of_python(name) or str(name).partition(".")[0] == "torch"

@@ -62,5 +62,5 @@ class TraceSettings:
 
     def of_step(self) -> TraceSettings:
         """The settings that later traces of the step start with."""
-        of_state = replace(self, share_counters=True, unmarked=frozenset(), unreached=(), as_objects=(), unprepared=())
-        return replace(of_state, imported=frozenset(), drawn=None)
+        none: frozenset[Any] = frozenset()
+        return replace(self, share_counters=True, unmarked=none, unreached=(), as_objects=(), unprepared=(), imported=none, drawn=None)
