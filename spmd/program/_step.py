@@ -262,8 +262,9 @@ class Step(CopiedStep, Generic[P, R]):
             raise TraceError(self._too_often(len(self.retraces) + 1, failed))
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
-        settings, programs = self._settings, self._programs
-        return signature(args, kwargs, programs.state, settings.holders, self._varying_arguments, settings.attributes, programs.reached)
+        settings, state, reached = self._settings, self._programs.state, self._programs.reached
+        varying, is_stack = self._varying_arguments, self._options.steps_per_call > 1
+        return signature(args, kwargs, state, settings.holders, varying, settings.attributes, reached, is_stack)
 
     def _note_numbers(self, key: Any) -> bool:
         """Make numbers among the arguments inputs if a cached program differs from this call in them alone. Whether there are any."""

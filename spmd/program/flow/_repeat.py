@@ -17,7 +17,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, TraceError, message
 from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced
-from spmd.device._storage import buffer_of, load, wrap
+from spmd.device._storage import buffer_of, wrap_strided
 from spmd.program.reads import ABSENT, PLAIN, Effect
 
 
@@ -52,9 +52,11 @@ def require_stack(stack: torch.Tensor, steps: int) -> None:
 
 
 def _first(stack: torch.Tensor) -> torch.Tensor:
+    """The first element of a stack, which has a storage of its own."""
+    buffer = buffer_of(stack)
     with exact_dtypes():
-        first = wrap(load(stack)[0])
-    annotation = buffer_of(stack).annotation
+        first = wrap_strided(buffer.get()[0], tuple(stack.shape[1:]), stack.stride()[1:])
+    annotation = buffer.annotation
     if annotation is not None:
         leading, *rest = annotation.partition_spec
         if leading is not None:

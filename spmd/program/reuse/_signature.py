@@ -30,7 +30,16 @@ from spmd.program.trace._gradients import gradient_kind
 _TENSOR = repeat(torch.Tensor)
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "any"})()
 _MODES = ("grad mode", "default dtype", "autocast", "inference mode", "number of lowerings", "the active torch modes and hooks")
-_DEVICE_PARTS = ("the position among the distinct tensors", "shape", "dtype", "requires_grad", "sharding", "class", "attributes")
+_DEVICE_PARTS = (
+    "the position among the distinct tensors",
+    "shape",
+    "dtype",
+    "requires_grad",
+    "sharding",
+    "class",
+    "attributes",
+    "sizes and strides of a view",
+)
 
 
 class Signature(NamedTuple):
@@ -62,6 +71,7 @@ def signature(
     varying: Mapping[Any, Collection[int]] = MappingProxyType({}),
     attributes: Collection[str] = (),
     known: Mapping[int, Any] = MappingProxyType({}),
+    is_stack: bool = False,
 ) -> Signature:
     """The signature of a call. Its key has the metadata of tensors, which of them are one, and the type and value of other arguments.
 
@@ -70,6 +80,7 @@ def signature(
         holders: classes whose instances are containers even if they have no tensor attribute.
         varying: by structure of the arguments, the positions of numbers that enter the key by type only.
         attributes: names of the Python attributes of tensors that enter the key.
+        is_stack: the first dim of each tensor is the step (`steps_per_call`).
 
     Raises:
         TraceError: an argument is not a tensor, a container or hashable, so a change of it would not be noticed.
@@ -96,12 +107,16 @@ def signature(
             buffer = buffer_of(value)  # raises
         if buffer is None:
             hosts.append(value)
-            key.append((str(value.device), tuple(value.shape), value.dtype, _attributes(value, attributes)))
+            is_dense = value.layout == torch.strided and not value.is_nested
+            strides = value.stride() if is_dense else ()
+            key.append((str(value.device), tuple(value.shape), value.dtype, strides, _attributes(value, attributes)))
             continue
-        own = value
+        own, strides = value, None
         if buffer.value is None or not is_whole(value, buffer):
-            own = own_storage(value)
+            own = own_storage(value, is_stack)
             buffer = buffer_of(own)
+            if own.shape != buffer.shape or not own.is_contiguous():
+                strides = tuple(own.shape), own.stride()
         identity = id(buffer)
         if (position := positions.setdefault(identity, len(buffers))) == len(buffers):
             buffers.append(buffer)
@@ -110,7 +125,7 @@ def signature(
             flat[index], place = own, ("view", position)
             copied.append((buffer_of(value), position))
         gradient, named = value.requires_grad and _gradient(value), _attributes(value, attributes) if attributes else ()
-        key.append((place, buffer.shape, own.dtype, gradient, buffer.annotation, type(value), named))
+        key.append((place, buffer.shape, own.dtype, gradient, buffer.annotation, type(value), named, strides))
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
     return Signature(tuple(key), buffers, hosts, args, kwargs, copied, numbers)

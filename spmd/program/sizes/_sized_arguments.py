@@ -41,10 +41,10 @@ def stand_in(named: Named, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def padded(named: Named, sizes: Mapping[str, int], fill: float = 0) -> torch.Tensor:
-    """The tensor padded with `fill` at the ends of its dims; the tensor itself if it already has these sizes."""
+    """The contiguous tensor padded with `fill` at the ends of its dims; the tensor itself if it is that already."""
     tensor = named.tensor
     shape = tuple(sizes.get(named.dims.get(d, ""), n) for d, n in enumerate(tensor.shape))
-    if shape == tuple(tensor.shape):
+    if shape == tuple(tensor.shape) and tensor.is_contiguous():
         return tensor
     widths = [(0, m - n) for n, m in zip(tensor.shape, shape, strict=True)]
     if not is_device_tensor(tensor):

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from spmd.base._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceError, message
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap_strided
 from spmd.device._uploaded import host_values, note_sent, window
 from spmd.program.find._objects import ITEMS, Flat, contents_of, unflatten
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import ABSENT, PLAIN, Effect, Recording, is_same_content
 from spmd.program.trace._host_values import HostArgument
+from spmd.program.trace._memory_order import memory_order
 
 Path = tuple[Any, ...]
 
@@ -279,18 +280,30 @@ class BoundArguments:
         return BoundArguments(leaves, buffers, hosts, call, objects, containers, is_stacked, owned, positions)
 
 
-def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it shows its whole storage; else a new tensor with the values of the view."""
+def own_storage(tensor: torch.Tensor, is_stack: bool = False) -> torch.Tensor:
+    """The tensor itself if it lies on its storage as `memory_order` says; else a new tensor of the same values that does.
+
+    A function cannot tell the two by their strides, and the storage holds only the values and the gaps between them.
+
+    Args:
+        is_stack: the first dim is the step (`steps_per_call`), and is the first dim of the storage.
+    """
     buffer = buffer_of(tensor)
-    shows_root = tensor.shape == buffer.shape and tensor.is_contiguous() and not tensor.storage_offset()
-    if shows_root and (buffer.value is None or is_whole(tensor, buffer)):
+    size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    if not offset and size == buffer.shape and tensor.is_contiguous() and (buffer.value is None or is_whole(tensor, buffer)):
         return tensor
-    with exact_dtypes():
-        value = load(tensor)
+    order = memory_order(size, stride, is_stack)
+    is_plain = not offset and not tensor.is_conj() and not tensor.is_neg() and to_numpy_dtype(tensor.dtype) == buffer.dtype
+    if is_plain and stride == order.stride and order.is_of(buffer.shape, is_stack):
+        return tensor
+    with exact_dtypes(), torch.no_grad():
+        shown = tensor.detach().as_strided(order.size, order.steps)
+        root = order.filled(load(shown))
         host = host_values(buffer)
-        if host is not None and value.dtype == host.dtype:
-            note_sent(value, window(host, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
-        return _with_attributes(wrap(value), tensor).requires_grad_(tensor.requires_grad)
+        known = None if host is None or host.dtype != root.dtype else window(host, order.size, order.steps, offset)
+        if known is not None:
+            note_sent(root, order.filled(known))
+        return _with_attributes(wrap_strided(root, size, order.stride), tensor).requires_grad_(tensor.requires_grad)
 
 
 def _with_attributes(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,11 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from spmd.base._convert import to_torch_dtype
-from spmd.device._storage import Buffer
+from spmd.device._storage import Buffer, buffer_of
 from spmd.device._views import contiguous_stride
 from spmd.program.find._static import attributes_of
+from spmd.program.trace._arguments import own_storage
+from spmd.program.trace._memory_order import memory_order
 
 _MAX_MARKED = 1 << 24  # elements of a storage up to which overlaps of views are found by marking the elements of each
 
@@ -90,48 +92,60 @@ class Window(NamedTuple):
         return is_plain and self.size == tuple(root.shape) and self.stride == root.stride()
 
     def shown(self, root: torch.Tensor) -> torch.Tensor:
-        """This view of `root`, a contiguous tensor without a gradient that covers its whole storage."""
+        """This view of the storage of `root`, a tensor without a gradient."""
         if self.dtype != root.dtype:
-            root = root.view(-1).view(self.dtype)
+            buffer = buffer_of(root)
+            count = math.prod(buffer.shape) * buffer.dtype.itemsize // root.element_size()
+            root = root.as_strided((count,), (1,), 0).view(self.dtype)
         view = root.as_strided(self.size, self.stride, self.offset)
         view = torch.ops.aten._neg_view(view) if self.is_neg else view
         view = torch.ops.aten._conj(view) if self.is_conj else view
         return self.kind.made_of(view)
 
     def part_of(self, given: torch.Tensor) -> torch.Tensor:
-        """The same view of `given`, an argument of any strides. In the trace a contiguous tensor of its shape stood in for it.
+        """The same view of `given`, an argument, which the trace had on a storage of its own (see `own_storage`).
 
-        Where the strides of `given` allow no such view, PyTorch would have copied, and so does this.
+        If no strides on the memory of `given` describe it, it is a view of a copy.
         """
         with torch.no_grad():
             given = given.detach()
-            if given.is_contiguous() and not given.storage_offset() and not given.is_conj() and not given.is_neg():
-                return self.shown(given)
-            strided = self.through(given) if self.dtype == given.dtype else None
-            if strided is None or given.is_conj() or given.is_neg():
-                return self.shown(given.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
+            strided = None if given.is_conj() or given.is_neg() else self.through(given)
+            if strided is None:
+                return self.shown(own_storage(given))
             return self._replace(stride=strided[0], offset=strided[1]).shown(given)
 
     def through(self, given: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Strides and offset of this view on the storage of `given`; None if no strides describe it.
 
-        They exist if every step along a dim of the view stays within one dim of `given`.
+        They exist if every step along a dim of the view stays within one dim of the memory order of `given`.
         """
-        shape, strides = _collapsed(tuple(given.shape), given.stride())
-        steps = contiguous_stride(shape)
+        narrow = min(self.dtype.itemsize, given.element_size())
+        mine, its = self.dtype.itemsize // narrow, given.element_size() // narrow  # elements of both, in units of the narrower
+        first = int(given.storage_offset()) * its // mine
+        if not given.numel():
+            return self.stride, first + self.offset
+        order = memory_order(tuple(given.shape), given.stride())
+        shape, strides = _collapsed((*order.extents, its), (*(s * its for s in order.memory), 1))
+        places = list(enumerate(zip(contiguous_stride(shape), shape, strict=True)))
 
         def digits(position: int) -> list[int]:
-            return [position // step % size for step, size in zip(steps, shape, strict=True)]
+            return [position * mine // step % size if number else position * mine // step for number, (step, size) in places]
 
         start, along = digits(self.offset), [digits(s) for s in self.stride]
         last = [d + sum(a[i] * (n - 1) for a, n in zip(along, self.size, strict=True)) for i, d in enumerate(start)]
         if any(end >= size for end, size in zip(last, shape, strict=True)):
             return None
 
-        def position_of(indices: Sequence[int]) -> int:
-            return sum(i * s for i, s in zip(indices, strides, strict=True))
+        def position_of(indices: Sequence[int]) -> tuple[int, int]:
+            return divmod(sum(i * s for i, s in zip(indices, strides, strict=True)), mine)
 
-        return tuple(map(position_of, along)), int(given.storage_offset()) + position_of(start)
+        found = [position_of(start), *map(position_of, along)]
+        if any(rest for _, rest in found):
+            return None
+        offset, *stride = (position for position, _ in found)
+        if order.stride == given.stride():  # dims of size 1 may have any stride
+            stride = [own if n == 1 else s for s, own, n in zip(stride, self.stride, self.size, strict=True)]
+        return tuple(stride), first + offset
 
 
 def _collapsed(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
