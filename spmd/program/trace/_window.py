@@ -12,7 +12,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from spmd.base._convert import to_torch_dtype
-from spmd.device._storage import Buffer, buffer_of
+from spmd.device._storage import Buffer
 from spmd.device._views import contiguous_stride
 from spmd.program.find._static import attributes_of
 from spmd.program.trace._arguments import own_storage
@@ -94,8 +94,7 @@ class Window(NamedTuple):
     def shown(self, root: torch.Tensor) -> torch.Tensor:
         """This view of the storage of `root`, a tensor without a gradient."""
         if self.dtype != root.dtype:
-            buffer = buffer_of(root)
-            count = math.prod(buffer.shape) * buffer.dtype.itemsize // root.element_size()
+            count = root.untyped_storage().nbytes() // root.element_size()
             root = root.as_strided((count,), (1,), 0).view(self.dtype)
         view = root.as_strided(self.size, self.stride, self.offset)
         view = torch.ops.aten._neg_view(view) if self.is_neg else view
