@@ -33,6 +33,7 @@ from spmd.program.lazy._recording import Input, Recording
 from spmd.program.lazy._replay import New, Replay
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
+from spmd.program.xla._compile_options import compiled
 from spmd.program.xla._executable import Executable, lowered, on_all_devices
 from spmd.program.xla._target import common_mesh, lies_on, platform_of, target_text
 
@@ -127,7 +128,7 @@ class Region(Executable):
                 self.watched.require_same("lazy", self.mesh, buffers, [], program)
             keep_programs_by_default()
             with underway(f"compiling {self.title}"):
-                self.compiled = program.compile()
+                self.compiled = compiled(program, self.platform)
             if self.watched is not None and self.platform == "cpu":
                 require_sound(self.hlo())
 

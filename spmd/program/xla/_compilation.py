@@ -15,13 +15,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh import Mesh, topology_options
+from mesh import Mesh
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax_executables import Written
 from spmd.base._program_files import cache_requests, programs_not_kept
 from spmd.base._progress import underway
 from spmd.base._settings import keep_programs_by_default
 from spmd.program.xla._cached_executables import CachedExecutable, look_up, read, store
+from spmd.program.xla._compile_options import compiled
 from spmd.program.xla._compile_threads import compile_threads
 from spmd.program.xla._executable import lowered
 from spmd.program.xla._target import target_text
@@ -163,7 +164,7 @@ class Compilation:
         assert self._lowered is not None
         progress = underway(f"compiling {request.name}{target_text(request.mesh)}")
         with exact_dtypes(), progress, programs_not_kept() if request.is_ahead else nullcontext(), cache_requests() as cached:
-            found = self._lowered.compile(topology_options() if request.is_ahead else None)
+            found = compiled(self._lowered, request.platform, is_ahead=request.is_ahead)
         if cached.value is not None:  # jax read it from its cache
             self.read_from = Written(cached.value, in_cache=True)
         if cached.key is not None and request.digest is not None:
