@@ -1,7 +1,7 @@
 """Seconds to the first step in a process that finds the traces and programs of an earlier one on disk, compared with that earlier process.
 
     python benchmarks/second_process.py
-    python benchmarks/second_process.py --cases "gpt2 24 128 rolled" --json None
+    python benchmarks/second_process.py --cases "gpt2 24 128 rolled" --json-file None
 
 A case is a model of `depth_models`, its number of layers, its width, and whether its layers are rolled into a loop. For each case two
 processes run one after the other with the same new cache folder. Each builds the model over eight virtual devices and calls the training
