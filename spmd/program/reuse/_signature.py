@@ -107,16 +107,9 @@ def signature(
             buffer = buffer_of(value)  # raises
         if buffer is None:
             hosts.append(value)
-            is_dense = value.layout == torch.strided and not value.is_nested
-            strides = value.stride() if is_dense else ()
-            key.append((str(value.device), tuple(value.shape), value.dtype, strides, _attributes(value, attributes)))
+            key.append((*_host(value), _attributes(value, attributes)))
             continue
-        own, strides = value, None
-        if buffer.value is None or not is_whole(value, buffer):
-            own = own_storage(value, is_stack)
-            buffer = buffer_of(own)
-            if own.shape != buffer.shape or not own.is_contiguous():
-                strides = tuple(own.shape), own.stride()
+        own, buffer, strides = (value, buffer, None) if buffer.value is not None and is_whole(value, buffer) else _own(value, is_stack)
         identity = id(buffer)
         if (position := positions.setdefault(identity, len(buffers))) == len(buffers):
             buffers.append(buffer)
@@ -129,6 +122,20 @@ def signature(
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
     return Signature(tuple(key), buffers, hosts, args, kwargs, copied, numbers)
+
+
+def _own(value: torch.Tensor, is_stack: bool) -> tuple[torch.Tensor, Buffer, Any]:
+    """The tensor that a call gets for `value` (see `own_storage`), its buffer, and, unless it is all of the buffer, sizes and strides."""
+    own = own_storage(value, is_stack)
+    buffer = buffer_of(own)
+    is_all = own.shape == buffer.shape and own.is_contiguous()
+    return own, buffer, None if is_all else (tuple(own.shape), own.stride())
+
+
+def _host(value: torch.Tensor) -> tuple[Any, ...]:
+    """The key's part for the metadata of a CPU tensor."""
+    is_dense = value.layout == torch.strided and not value.is_nested
+    return str(value.device), tuple(value.shape), value.dtype, value.stride() if is_dense else ()
 
 
 def _flattened(args: Any, kwargs: Any, holders: frozenset[type], known: Mapping[int, Any]) -> tuple[list[Any], Any, Any]:

@@ -9,12 +9,12 @@ Note [Matrix products of XLA:CPU]
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
 
 from mesh import topology_options
+from mesh.job._join import program_environment
 
 _PRODUCTS = "xla_cpu_experimental_ynn_fusion_type"
 _unknown: set[str] = set()  # options that this version of XLA does not have
@@ -28,7 +28,8 @@ def compiled(lowered: jax.stages.Lowered, platform: str, *, is_ahead: bool = Fal
         is_ahead: it is compiled for a topology that is not attached.
     """
     options: dict[str, Any] = topology_options() if is_ahead else {}
-    if platform == "cpu" and _PRODUCTS not in _unknown and _PRODUCTS not in os.environ.get("XLA_FLAGS", ""):
+    is_given = any(_PRODUCTS in flags for flags in program_environment().values())
+    if platform == "cpu" and not is_given and _PRODUCTS not in _unknown:
         try:
             return lowered.compile({**options, _PRODUCTS: ""})
         except jax.errors.JaxRuntimeError as error:
