@@ -688,3 +688,38 @@ def a_tensor_of_the_cpu(device: str, wrap: Any, changed: bool) -> Values:
 def a_tensor_of_the_cpu_as_argument(device: str, wrap: Any, changed: bool) -> Values:
     compiled = wrap(lambda x, y: x * y)
     return calls(lambda x: compiled(x, torch.tensor(3.0 if changed else 2.0)), device)
+
+
+@case
+def slices_as_arguments(device: str, wrap: Any, changed: bool) -> Values:
+    model = mlp(device)
+    compiled = wrap(lambda x, y: ((model(x).sum(1) - y.sum(1)).detach(), x.is_contiguous(), x.stride(), y[:, :1]))
+    base = torch.arange(60, dtype=torch.float32).reshape(3, 20).to(device) / 50
+    results = [compiled(base[:, i : i + 4], base[:, i + 1 : i + 5]) for i in range(2)]
+    turned = base.t().contiguous().t() if changed else base  # the same shapes, other strides
+    results.append(compiled(turned[:, :4], turned[:, 1:5]))
+    found = [(loss.clone(), is_contiguous, stride, part.clone()) for loss, is_contiguous, stride, part in results]
+    base.fill_(-1.0)
+    turned.fill_(-2.0)
+    return [value for one in found for value in one] + [part for *_, part in results]
+
+
+@case
+def a_transposed_argument_that_is_written(device: str, wrap: Any, changed: bool) -> Values:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).sum(1 if changed else 0)
+
+    base = torch.arange(12, dtype=torch.float32).reshape(4, 3).to(device)
+    compiled = wrap(step)
+    return [compiled(base.t()), compiled(base.t()), base]
+
+
+@case
+def a_slice_of_the_state_as_argument(device: str, wrap: Any, changed: bool) -> Values:
+    table = torch.arange(12, dtype=torch.float32).reshape(4, 3).to(device)
+    compiled = wrap(lambda x: table.sum(0) + x.sum(0))
+    found = [compiled(table[1:]), compiled(table[:3])]
+    if not changed:
+        return [*found, compiled(table[1:, :])]
+    other = torch.ones(3, 3, device=device)
+    return [*found, compiled(other)]

@@ -126,3 +126,11 @@ def test_the_order_of_memory() -> None:
     assert memory_order((4,), (6,)).extents == (4, 6)
     assert memory_order((400, 50), (900, 3)) == ((400, 50), (900, 3), (400, 51, 2), (102, 2), (900, 3, 1))
     assert memory_order((3, 3), (1, 1)).extents == (5,)  # overlapping: all that lies in between
+
+
+def test_slices_at_every_place_have_one_program() -> None:
+    data = torch.arange(24.0).view(2, 12)
+    moved, step = data.to("jax"), spmd.compile(lambda a: a * 2)
+    for i in range(0, 12, 4):
+        torch.testing.assert_close(step(moved[:, i : i + 4]).cpu(), data[:, i : i + 4] * 2)
+    assert step.num_traces == 1

@@ -140,7 +140,7 @@ class TraceStore:
     def of(fn: Any, name: str, options: Options, call: Signature, client: Any) -> TraceStore:
         """The store for a call. It stores nothing if the cache is not in use, or if the arguments cannot be described."""
         keep_programs_by_default()
-        if files_in_use() is None or options.check or call.numbers or call.copied:
+        if files_in_use() is None or options.check or call.numbers:
             return TraceStore()
         try:
             key, objects = digest_of(fn, name, options, call.key, client)

@@ -196,10 +196,7 @@ _MUTABLE = (dict, list, collections.deque)
 
 
 def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
-    """The argument leaves that a trace gets.
-
-    Device tensors that show their whole storage, and Python values, are unchanged. Views become tensors with a storage of their own.
-    CPU tensors become `HostArgument`.
+    """The argument leaves that a trace gets. CPU tensors become `HostArgument`, others are unchanged: views have their own storage already.
 
     Returns:
         The leaves, the buffers of the device tensors (each once), and the CPU tensors.
@@ -212,8 +209,8 @@ def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
     hosts: list[torch.Tensor] = []
     for value in flat:
         if is_device_tensor(value):
-            bound.append(own_storage(value))
-            buffers.append(buffer_of(bound[-1]))
+            bound.append(value)
+            buffers.append(buffer_of(value))
         else:
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 _require_dense(value)
@@ -281,7 +278,7 @@ class BoundArguments:
 
 
 def own_storage(tensor: torch.Tensor, is_stack: bool = False) -> torch.Tensor:
-    """The tensor itself if it lies on its storage as `memory_order` says; else a new tensor of the same values that does.
+    """The tensor itself if it is all of its storage, in any order of dims; else a new tensor of the same values on a storage of its own.
 
     A function cannot tell the two by their strides, and the storage holds only the values and the gaps between them.
 
@@ -294,7 +291,7 @@ def own_storage(tensor: torch.Tensor, is_stack: bool = False) -> torch.Tensor:
         return tensor
     order = memory_order(size, stride, is_stack)
     is_plain = not offset and not tensor.is_conj() and not tensor.is_neg() and to_numpy_dtype(tensor.dtype) == buffer.dtype
-    if is_plain and stride == order.stride and order.is_of(buffer.shape, is_stack):
+    if is_plain and stride == order.stride and order.is_all_of(buffer.shape, is_stack):
         return tensor
     with exact_dtypes(), torch.no_grad():
         shown = tensor.detach().as_strided(order.size, order.steps)

@@ -44,9 +44,10 @@ class MemoryOrder(NamedTuple):
     stride: Shape
     memory: Shape
 
-    def is_of(self, shape: Shape, is_stack: bool) -> bool:
-        """Whether a storage of this shape has the elements of `extents`, in the same order. Of a stack, the first dim must be the same."""
-        return self.extents == shape if is_stack else math.prod(self.extents) == math.prod(shape)
+    def is_all_of(self, shape: Shape, is_stack: bool) -> bool:
+        """Whether the values are all elements of a storage of this shape, without gaps. Of a stack, the first dim must be the same."""
+        is_all = math.prod(self.size) == math.prod(self.extents) == math.prod(shape)
+        return is_all and (not is_stack or self.extents == shape)
 
     def filled(self, values: Any) -> Any:
         """An array of shape `extents`, of the library of `values`, which have shape `size`.
