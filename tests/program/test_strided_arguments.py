@@ -134,3 +134,21 @@ def test_slices_at_every_place_have_one_program() -> None:
     for i in range(0, 12, 4):
         torch.testing.assert_close(step(moved[:, i : i + 4]).cpu(), data[:, i : i + 4] * 2)
     assert step.num_traces == 1
+
+
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_gradients_that_are_kept_have_the_strides_of_their_tensors(is_argument: bool, recwarn: pytest.WarningsRecorder) -> None:
+    found = []
+    for device in ("cpu", "jax"):
+        x = torch.arange(12.0).view(3, 4).to(device).t().detach().requires_grad_()
+
+        def step(a: torch.Tensor, x: torch.Tensor = x) -> None:
+            ((a if is_argument else x) ** 2).sum().backward()
+
+        run = step if device == "cpu" else spmd.compile(step, keep_grads=True)
+        for _ in range(2):
+            run(x)
+        assert x.grad is not None
+        found.append((x.grad.tolist(), x.grad.stride()))
+    assert found[0] == found[1]
+    assert not [w for w in recwarn if "layout contract" in str(w.message)]

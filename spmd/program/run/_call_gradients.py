@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from spmd.device._layout import state_sharding_of
-from spmd.device._storage import buffer_of, wrap, wrap_stored
+from spmd.device._storage import buffer_of, wrap, wrap_stored, wrap_strided
 from spmd.program.find._objects import flatten
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.run._state_arrays import StateArrays
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._memory_order import is_permuted
 
 _grad = attrgetter("grad")
 Owner = torch.Tensor | int  # a parameter, or the position of an argument
@@ -87,7 +88,10 @@ class CallGradients:
             new = grad
             if grad is not None and self._keep:
                 value, shape, spec = next(values), tuple(grad.shape), state_sharding_of(leaf)
-                new = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
+                if is_permuted(grad):
+                    new = wrap_strided(value, shape, grad.stride())
+                else:
+                    new = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
             if leaf.grad is not new:
                 leaf.grad = new
 

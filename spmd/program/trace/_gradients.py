@@ -21,8 +21,9 @@ import torch
 
 from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import DroppedValueError
-from spmd.device._storage import Buffer, buffer_of, wrap
+from spmd.device._storage import Buffer, buffer_of, wrap, wrap_strided
 from spmd.program.reuse._columns import Guards
+from spmd.program.trace._memory_order import is_permuted
 from spmd.program.trace._trace_settings import TraceSettings
 
 DROPPED_GRADIENT = (
@@ -87,7 +88,8 @@ class Gradients:
             dropped = p.grad is not None and buffer_of(p.grad).dropped is not None
             if dropped or (p.grad is None and id(p) not in self._unmarked):
                 with torch.inference_mode(False):  # an inference tensor has no version counter
-                    marker = wrap(np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape))
+                    zeros = np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape)
+                    marker = wrap_strided(zeros, tuple(p.shape), p.stride()) if is_permuted(p) else wrap(zeros)
                 buffer_of(marker).drop(STALE_GRADIENT)
                 if p.grad is None:
                     self._missing[id(p)] = marker

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from jax import lax
 
 from spmd.device._views import contiguous_stride
@@ -100,6 +101,20 @@ def memory_order(size: Shape, stride: Shape, is_stack: bool = False) -> MemoryOr
     return MemoryOrder(counts, steps, extents, tuple(own), memory)
 
 
+def is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether the tensor would be contiguous in another order of its dims, and is not in this one."""
+    if tensor.is_contiguous():
+        return False
+    order = memory_order(tuple(tensor.shape), tensor.stride())
+    return math.prod(order.size) == math.prod(order.extents) == tensor.numel()
+
+
+def permuted(tensor: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor of the same memory, of a tensor that `is_permuted`."""
+    order = memory_order(tuple(tensor.shape), tensor.stride())
+    return tensor.detach().as_strided(order.size, order.steps)
+
+
 def _places(step: int, memory: Shape) -> Shape | None:
     """The number of steps along each of the dims with strides `memory` that lead `step` elements further; None if none do."""
     places: list[int] = []
@@ -109,4 +124,4 @@ def _places(step: int, memory: Shape) -> Shape | None:
     return None if step else tuple(places)
 
 
-__all__ = ["MemoryOrder", "memory_order"]
+__all__ = ["MemoryOrder", "is_permuted", "memory_order", "permuted"]
