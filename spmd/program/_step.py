@@ -234,8 +234,8 @@ class Step(CopiedStep, Generic[P, R]):
             TraceError: there were too many retraces, or the function cannot be traced.
         """
         self._require_may_trace(failed)
-        # a trace with what has changed as an input is not a stored one, which would be found again for every other value
-        store = TraceStore() if self._changed else TraceStore.of(self._fn, self._name, self._options, call, client())
+        # what has changed is an input: a stored trace in which it is a constant would be found again for every other value
+        store = TraceStore.of(self._fn, self._name, self._options, call, self._changed.values(), client())
         try:
             return self._made(call, failed, settings, is_beside, store)
         except NotHere:  # the executable of a stored trace is for other shardings, or damaged
@@ -303,7 +303,7 @@ class Step(CopiedStep, Generic[P, R]):
                     found.prepared.append((optimizer, created))
             prepare_s = time.perf_counter() - start
             captured = store.find(found, [self._loaded.get])
-            with checked(options.check_indices), store.messages.noted():
+            with checked(options.check_indices), store.noted():
                 captured = captured or capture(
                     self._fn,
                     args,

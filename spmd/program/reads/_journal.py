@@ -56,8 +56,8 @@ class Effect:
     held: tuple[int, Callable[[Any], Any]] | None = None
 
     def of_program(self) -> Effect:
-        """The write as a program keeps it: without a value that is not plain, which would keep what is in it alive, up to the trace."""
-        return self if isinstance(self.value, PLAIN) else replace(self, value=ABSENT)
+        """The write as a program keeps it: without values that are not plain, which would keep what is in them alive, up to the trace."""
+        return replace(self, before=ABSENT, value=self.value if isinstance(self.value, PLAIN) else ABSENT)
 
 
 @dataclass

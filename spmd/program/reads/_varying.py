@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from spmd.base._errors import TraceAgain
-from spmd.device._numbers import NumberNode, is_of_host, lifted
+from spmd.device._numbers import is_of_host, lifted
 from spmd.device._storage import recording
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
@@ -242,16 +242,17 @@ def _evaluate(number: Any) -> Evaluate:
     if isinstance(number, Varying):
         return number.evaluate
     if isinstance(number, torch.SymFloat):  # a hyperparameter of an optimizer
-        return partial(_of_host, number.node)
+        assert number.node.evaluate is not None
+        return partial(_of_host, number.node.kind, number.node.evaluate)
     if is_sequence(number):
         parts, kind = [_evaluate(item) for item in number], type(number)
         return lambda: kind([part() for part in parts])
     return number.now if is_noted(number) else lambda: number
 
 
-def _of_host(node: NumberNode) -> Any:
-    assert node.evaluate is not None
-    return node.kind(node.evaluate())
+def _of_host(kind: type, evaluate: Evaluate) -> Any:
+    """A number that the host computes. It does not hold the node, which would keep the trace alive."""
+    return kind(evaluate())
 
 
 def _convert(name: str) -> None:

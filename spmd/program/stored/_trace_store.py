@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from spmd.device._storage import Buffer, buffer_of
 from spmd.program.find._discover import Reachable
 from spmd.program.find._static import is_a
 from spmd.program.optim._preparation import drop_unused_state
-from spmd.program.reads import ONLY_HERE, PLAIN
+from spmd.program.reads import ONLY_HERE, PLAIN, PartPlace
 from spmd.program.reads._content_places import AttributePlace
 from spmd.program.reads._places import DictPlace
 from spmd.program.reuse._signature import Signature
@@ -118,7 +119,7 @@ class TraceStore:
     Args:
         keys: the keys of the cache under which they are.
         fn: the function.
-        arguments: the buffers of the arguments.
+        call: the signature of the call.
         objects: the objects among the arguments that are compared by identity.
 
     Attributes:
@@ -126,9 +127,9 @@ class TraceStore:
         messages: notes what is logged and warned of during a trace.
     """
 
-    def __init__(self, keys: Sequence[str] = (), fn: Any = None, arguments: Sequence[Buffer] = (), objects: Sequence[Any] = ()) -> None:
-        self._keys, self._arguments = keys, arguments
-        self._roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(arguments)}}
+    def __init__(self, keys: Sequence[str] = (), fn: Any = None, call: Signature | None = None, objects: Sequence[Any] = ()) -> None:
+        self._keys, self._arguments, self._numbers = keys, [] if call is None else call.buffers, {} if call is None else call.numbers
+        self._roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(self._arguments)}}
         self._roots |= {f"object {i}": value for i, value in enumerate(objects)}
         self._objects = list(objects)
         self._reachable: Any = None
@@ -137,20 +138,37 @@ class TraceStore:
         self.found: StoredTrace | None = None
 
     @staticmethod
-    def of(fn: Any, name: str, options: Options, call: Signature, client: Any) -> TraceStore:
-        """The store for a call. It stores nothing if the cache is not in use, or if the arguments cannot be described."""
+    def of(fn: Any, name: str, options: Options, call: Signature, changed: Iterable[PartPlace], client: Any) -> TraceStore:
+        """The store for a call. It stores nothing if the cache is not in use, or if the arguments cannot be described.
+
+        Args:
+            fn, name, options: of the step.
+            call: the signature of the call.
+            changed: the places that were others at a later trace. A trace is found only for the same ones.
+            client: jax's client of the devices.
+        """
         keep_programs_by_default()
-        if files_in_use() is None or options.check or call.numbers:
+        if files_in_use() is None or options.check:
             return TraceStore()
         try:
-            key, objects = digest_of(fn, name, options, call.key, client)
+            places = sorted(f"{place.entry.key!r}, {place.path}, {place.kind.__qualname__}" for place in changed if _has_name(place))
+            key, objects = digest_of(fn, name, options, (call.key, tuple(places)), client)
         except NotStorable as error:
             _log.debug("the trace of %s is not stored: it depends on %s", name, error)
             return TraceStore()
         except Exception:  # of what a library or the program has put into a place that is described
             _log.debug("the trace of %s is not stored", name, exc_info=True)
             return TraceStore()
-        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call.buffers, objects)
+        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call, objects)
+
+    @contextmanager
+    def noted(self) -> Generator[None]:
+        """Note the messages of a trace and the modules that it loads, also if it is given up."""
+        try:
+            with self.messages.noted():
+                yield
+        finally:
+            note_trace(self._modules)
 
     def find(self, reachable: Reachable, lookups: Sequence[Lookup]) -> Captured | None:
         """The trace of an earlier process, if everything that it read is the same in this one. Its messages are shown.
@@ -200,7 +218,7 @@ class TraceStore:
             drop_unused_state(optimizer, created, lambda buffer: id(buffer) in used)
         captured = stored.captured
         captured.guarded.reached.update((id(o), o) for o in stored.reached)
-        captured.inputs.refresh({}, captured.inputs.arguments)
+        captured.inputs.refresh(self._numbers, captured.inputs.arguments)
         return captured.guarded.guards.reason()
 
     def keep(self, program: Program) -> None:
@@ -244,13 +262,17 @@ class TraceStore:
         return next((key for key in self._keys if not files.has(key)), self._keys[time.time_ns() % _MOST])
 
 
+def _has_name(place: PartPlace) -> bool:
+    return type(place.entry.key) in PLAIN
+
+
 def _require_storable(captured: Captured, messages: Messages) -> None:
     """Raise NotStorable for a trace that another process could not repeat, or with inputs that it may have at other places."""
     if messages.lost is not None:
         raise NotStorable(messages.lost)
     state, inputs = captured.state, captured.inputs
-    if inputs.shared or inputs.holders or inputs.numbers.has_varying:
-        raise NotStorable("an argument that is also state, or numbers that vary")
+    if inputs.shared or inputs.holders:
+        raise NotStorable("an argument that is also state")
     if state.slots or state.held or state.born:
         raise NotStorable("gradients, tensors or state that each call replaces")
     for place in captured.guarded.places:
