@@ -43,8 +43,8 @@ class Shown(NamedTuple):
         if is_whole(tensor, buffer_of(tensor)):
             return tensor.as_strided(self.window.size, self.window.stride, self.window.offset)
         if not tensor.requires_grad:
-            return self.window.part_of(tensor)
-        place = self.window.through(tensor)
+            return self.window.part_of(tensor, is_contiguous=True)
+        place = self.window.through(tensor, is_contiguous=True)
         if place is None:  # its strides allow no such view; PyTorch would copy too
             tensor, place = tensor.clone(memory_format=torch.contiguous_format), (self.window.stride, self.window.offset)
         return tensor.as_strided(self.window.size, *place)

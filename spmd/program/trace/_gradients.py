@@ -21,9 +21,10 @@ import torch
 
 from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import DroppedValueError
-from spmd.device._storage import Buffer, buffer_of, wrap, wrap_strided
+from spmd.device._storage import Buffer, buffer_of, load, wrap, wrap_strided
+from spmd.program.optim._state_rules import stored_like
 from spmd.program.reuse._columns import Guards
-from spmd.program.trace._memory_order import is_permuted
+from spmd.program.trace._memory_order import is_permuted, permuted
 from spmd.program.trace._trace_settings import TraceSettings
 
 DROPPED_GRADIENT = (
@@ -123,6 +124,10 @@ class Gradients:
         found = zip(self._leaves, self._found, strict=True)
         unzeroed = frozenset(id(p) for p, marker in found if marker is not None and p.grad is marker and buffer_of(marker).value is None)
         return StaleGradients(unzeroed)
+
+    def values(self) -> list[Any]:
+        """The traced values of the gradients in `left`, as outputs of the program; in memory order if `is_permuted`."""
+        return [load(permuted(g)) if is_permuted(g) else stored_like(p, g) for p, g in self.left if g is not None]
 
     def collect(self, is_newborn: Callable[[Buffer], bool], keep: bool) -> None:
         """Fill `left` with the gradients that the function replaced.

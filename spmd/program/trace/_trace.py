@@ -21,7 +21,7 @@ from spmd.device._checks import stacked
 from spmd.device._fused_steps import called_directly
 from spmd.device._numbers import needs_value
 from spmd.device._random_stream import default_stream
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
 from spmd.patches._causal_masks import without_mask_reads
 from spmd.patches._constraints import without_branches
 from spmd.patches._grad_scaler import traceable_grad_scaler
@@ -46,7 +46,6 @@ from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
 from spmd.program.trace._host_values import identity_of
 from spmd.program.trace._known_inputs import KnownInputs
-from spmd.program.trace._memory_order import is_permuted, permuted
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._module_calls import report_compiling, require_known_state, restore_functorch, watching
 from spmd.program.trace._object_parts import existing_within
@@ -229,8 +228,7 @@ class Trace:
             outputs = [*left.arrays, *flags, *(flag for _, flag in recorder.finite)]
             left.arrays, left.num_outputs = [], len(outputs)
             gradients.collect(recorder.newborn.__contains__, self.options.keep_grads)
-            grads = [(p, g) for p, g in gradients.left if g is not None] if self.options.keep_grads else []
-            kept = [load(permuted(g)) if is_permuted(g) else stored_like(p, g) for p, g in grads]
+            kept = gradients.values() if self.options.keep_grads else []
             kept.extend(stored_like(p, t) for p, t in optim.born)
             left.actions = [*optim.effects, *(lambda leave=leave: leave for leave in (*switches.effects, *flops.effects))]
             if self.known is not None:

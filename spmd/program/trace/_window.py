@@ -101,30 +101,34 @@ class Window(NamedTuple):
         view = torch.ops.aten._conj(view) if self.is_conj else view
         return self.kind.made_of(view)
 
-    def part_of(self, given: torch.Tensor) -> torch.Tensor:
-        """The same view of `given`, an argument, which the trace had on a storage of its own (see `own_storage`).
+    def part_of(self, given: torch.Tensor, *, is_contiguous: bool = False) -> torch.Tensor:
+        """The same view of `given`, an argument. If no strides on its memory describe it, it is a view of a copy.
 
-        If no strides on the memory of `given` describe it, it is a view of a copy.
+        Args:
+            is_contiguous: the trace had a contiguous tensor in place of `given`; otherwise it had `own_storage(given)`.
         """
         with torch.no_grad():
             given = given.detach()
-            strided = None if given.is_conj() or given.is_neg() else self.through(given)
-            if strided is None:
-                return self.shown(own_storage(given))
-            return self._replace(stride=strided[0], offset=strided[1]).shown(given)
+            strided = None if given.is_conj() or given.is_neg() else self.through(given, is_contiguous=is_contiguous)
+            if strided is not None:
+                return self._replace(stride=strided[0], offset=strided[1]).shown(given)
+            given = given.resolve_conj().resolve_neg()
+            return self.shown(given.clone(memory_format=torch.contiguous_format) if is_contiguous else own_storage(given))
 
-    def through(self, given: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+    def through(self, given: torch.Tensor, *, is_contiguous: bool) -> tuple[tuple[int, ...], int] | None:
         """Strides and offset of this view on the storage of `given`; None if no strides describe it.
 
-        They exist if every step along a dim of the view stays within one dim of the memory order of `given`.
+        They exist if every step along a dim of the view stays within one dim of the storage that the trace had.
         """
         narrow = min(self.dtype.itemsize, given.element_size())
         mine, its = self.dtype.itemsize // narrow, given.element_size() // narrow  # elements of both, in units of the narrower
         first = int(given.storage_offset()) * its // mine
         if not given.numel():
             return self.stride, first + self.offset
-        order = memory_order(tuple(given.shape), given.stride())
-        shape, strides = _collapsed((*order.extents, its), (*(s * its for s in order.memory), 1))
+        size, stride = tuple(given.shape), given.stride()
+        order = memory_order(size, stride)
+        extents, memory = (size, stride) if is_contiguous else (order.extents, order.memory)
+        shape, strides = _collapsed((*extents, its), (*(s * its for s in memory), 1))
         places = list(enumerate(zip(contiguous_stride(shape), shape, strict=True)))
 
         def digits(position: int) -> list[int]:
@@ -141,10 +145,10 @@ class Window(NamedTuple):
         found = [position_of(start), *map(position_of, along)]
         if any(rest for _, rest in found):
             return None
-        offset, *stride = (position for position, _ in found)
-        if order.stride == given.stride():  # dims of size 1 may have any stride
-            stride = [own if n == 1 else s for s, own, n in zip(stride, self.stride, self.size, strict=True)]
-        return tuple(stride), first + offset
+        offset, *steps = (position for position, _ in found)
+        if not is_contiguous and order.stride == stride:  # dims of size 1 may have any stride
+            steps = [own if n == 1 else s for s, own, n in zip(steps, self.stride, self.size, strict=True)]
+        return tuple(steps), first + offset
 
 
 def _collapsed(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
