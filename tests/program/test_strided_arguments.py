@@ -25,6 +25,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "unfolded": lambda b: b.view(-1).unfold(0, 5, 2),
     "one row of a middle dim": lambda b: b.view(2, 2, 8).permute(1, 0, 2)[:, :1],
     "one of each row": lambda b: b[:, :1],
+    "every second of odd rows": lambda b: b.view(-1)[:28].view(4, 7)[:, ::2],
     "other numbers": lambda b: b.t().view(torch.int32),
     "empty": lambda b: b[:, 3:3].t(),
 }
@@ -126,6 +127,8 @@ def test_the_order_of_memory() -> None:
     assert memory_order((4,), (6,)).extents == (4, 6)
     assert memory_order((400, 50), (900, 3)) == ((400, 50), (900, 3), (400, 51, 2), (102, 2), (900, 3, 1))
     assert memory_order((3, 3), (1, 1)).extents == (5,)  # overlapping: all that lies in between
+    assert memory_order((4, 3), (7, 2)).extents == (26,)  # rows of three and a half steps
+    assert memory_order((400, 50), (901, 3)).extents == (400, 51, 2)
 
 
 def test_slices_at_every_place_have_one_program() -> None:

@@ -9,6 +9,7 @@ store.keep(program)
 
 from __future__ import annotations
 
+import collections
 import logging
 import sys
 import time
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
     from spmd.program._options import Options
     from spmd.program._program import Program
 
-_MOST = 4  # traces of one function and one kind of arguments that are stored
+_MOST = 4  # traces of one function and one kind of arguments that are stored, and that a process stores
+_num_stored: collections.Counter[str] = collections.Counter()  # by the first key of the store
 _log = logging.getLogger("spmd.compile")
 
 
@@ -223,7 +225,8 @@ class TraceStore:
 
     def keep(self, program: Program) -> None:
         """Store the trace of a program of this process, if another process can compare everything that it read."""
-        files, captured = files_in_use() if self._keys and self.found is None else None, program.captured
+        is_new = self._keys and self.found is None and _num_stored[self._keys[0]] < _MOST
+        files, captured = files_in_use() if is_new else None, program.captured
         note_trace(self._modules)
         try:
             if files is None or program.digest is None or program.watched is not None or program.is_ahead:
@@ -238,6 +241,7 @@ class TraceStore:
             _log.debug("the trace is not stored", exc_info=True)
         else:
             files.put(self._place(files), content)
+            _num_stored[self._keys[0]] += 1
         finally:
             captured.guarded.guards.added.clear()
 

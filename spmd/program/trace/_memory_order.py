@@ -31,7 +31,8 @@ class MemoryOrder(NamedTuple):
 
     Attributes:
         size, steps: the sizes and strides (elements) with which the values are read from the tensor's memory: its dims by decreasing
-            stride, each element once. If elements interleave or overlap, all elements from the first to the last one, as one dim.
+            stride, each element once. If the elements of two dims interleave or overlap, or no row has a whole number of steps of the
+            next dim, all elements from the first to the last one, as one dim.
         extents: shape of the storage. A dim is larger than in `size` if other elements lie between two of its rows; if they lie between
             neighbours along the last dim, there is one dim more.
         stride: the tensor's strides on the storage. They are its own, unless gaps were shortened: a column of a large table is stored
@@ -59,10 +60,7 @@ class MemoryOrder(NamedTuple):
             return values
         values = values.reshape(*self.size, *(1 for _ in self.extents[len(self.size) :]))
         widths = [(0, extent - n) for extent, n in zip(self.extents, values.shape, strict=True)]
-        is_integer = np.issubdtype(values.dtype, np.integer)
-        filler = np.asarray(np.iinfo(values.dtype).min if is_integer else np.nan if values.dtype != np.bool_ else False).astype(
-            values.dtype
-        )
+        filler = np.asarray(_least(values.dtype)).astype(values.dtype)
         if isinstance(values, np.ndarray):
             return np.pad(values, widths, constant_values=filler)
         return lax.pad(values, filler, [(*width, 0) for width in widths])
@@ -80,14 +78,17 @@ def memory_order(size: Shape, stride: Shape, is_stack: bool = False) -> MemoryOr
         length, lead, step = math.prod(one.extents), size[:1], stride[:1]
         return MemoryOrder(lead + one.size, step + one.steps, lead + one.extents, (length, *one.stride), step + one.memory)
     live = sorted(((s, n, dim) for dim, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s > 0), reverse=True)
-    if 0 in size or any(above % below or above // below < n for (above, *_), (below, n, _) in pairwise(live)):
-        span = 0 if 0 in size else 1 + sum((n - 1) * s for s, n, _ in live)
-        return MemoryOrder((span,), (1,), (span,), stride, (1,))
     steps, counts, dims = tuple(s for s, *_ in live), tuple(n for _, n, _ in live), [dim for *_, dim in live]
+    span = 0 if 0 in size else 1 + sum(s * (n - 1) for s, n, _ in live)
+    at_most = max(_MAX_KEPT, _MAX_RATIO * math.prod(counts))
+    is_nested = all(above >= below * n for above, (below, n, _) in zip(steps, live[1:], strict=False))
+    has_rows = all(above % below == 0 for above, below in pairwise(steps))
+    if not span or not is_nested or (not has_rows and span <= at_most):
+        return MemoryOrder((span,), (1,), (span,), stride, (1,))
     extents = (*counts[:1], *(above // below for above, below in pairwise(steps)))
     gap = steps[-1] if steps else 1
-    if math.prod(extents) * gap > max(_MAX_KEPT, _MAX_RATIO * math.prod(counts)):
-        extents = tuple(n + (extent > n) for extent, n in zip(extents, counts, strict=True))
+    if not has_rows or math.prod(extents) * gap > at_most:
+        extents = (*counts[:1], *(n + (above > below * n) for above, (below, n, _) in zip(steps, live[1:], strict=False)))
         gap = min(gap, 2)
     last = (gap,) if gap > 1 else ()
     extents, memory = (*extents, *last), (*steps, *(1 for _ in last))
@@ -113,6 +114,12 @@ def permuted(tensor: torch.Tensor) -> torch.Tensor:
     """The contiguous tensor of the same memory, of a tensor that `is_permuted`."""
     order = memory_order(tuple(tensor.shape), tensor.stride())
     return tensor.detach().as_strided(order.size, order.steps)
+
+
+def _least(dtype: np.dtype[Any]) -> Any:
+    if dtype == np.bool_:
+        return False
+    return np.iinfo(dtype).min if np.issubdtype(dtype, np.integer) else np.nan
 
 
 def _places(step: int, memory: Shape) -> Shape | None:
