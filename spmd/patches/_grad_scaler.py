@@ -44,24 +44,26 @@ def traceable_grad_scaler() -> Generator[None]:
             raise TraceError(message(what, *called_at(), fix=f"{type(optimizer).__name__}(..., fused=True), which decides on the device"))
         return torchs_step(self, optimizer, optimizer_state, *args, **kwargs)
 
-    def unscale_(self: Any, optimizer: torch.optim.Optimizer) -> None:
-        before.setdefault(id(self), (self, {key: dict(state) for key, state in self._per_optimizer_states.items()}))
-        torchs_unscale(self, optimizer)
+    def check(self: Any, funcname: str) -> Any:  # `unscale_`, `step` and `update` call this first
+        kept = self._per_optimizer_states
+        before.setdefault(id(self), (self, kept, {key: dict(state) for key, state in kept.items()}))
+        return torchs_check(self, funcname)
 
-    before: dict[int, tuple[Any, dict[int, dict[str, Any]]]] = {}
+    before: dict[int, tuple[Any, dict[int, dict[str, Any]], dict[int, dict[str, Any]]]] = {}
     torchs_step = current("torch.amp.grad_scaler.GradScaler._maybe_opt_step")
-    torchs_unscale = current("torch.amp.grad_scaler.GradScaler.unscale_")
+    torchs_check = current("torch.amp.grad_scaler.GradScaler._check_scale_growth_tracker")
     with (
         replaced("torch.amp.grad_scaler.GradScaler._lazy_init_scale_growth_tracker", init),
         replaced("torch.amp.grad_scaler.GradScaler._maybe_opt_step", maybe_step),
-        replaced("torch.amp.grad_scaler.GradScaler.unscale_", unscale_),
+        replaced("torch.amp.grad_scaler.GradScaler._check_scale_growth_tracker", check),
     ):
         try:
             yield
         except BaseException:
-            for scaler, states in before.values():
-                scaler._per_optimizer_states.clear()
-                scaler._per_optimizer_states.update(states)
+            for scaler, kept, states in before.values():
+                kept.clear()
+                kept.update(states)
+                scaler._per_optimizer_states = kept
             raise
 
 

@@ -186,11 +186,11 @@ PATCHES: tuple[Patch, ...] = (
         "self, optimizer, optimizer_state, args, kwargs",
     ),
     Patch(
-        "torch.amp.grad_scaler.GradScaler.unscale_",
-        "what it writes is put back where a trace fails",
+        "torch.amp.grad_scaler.GradScaler._check_scale_growth_tracker",
+        "what `unscale_`, `step` and `update` write after it is put back where a trace fails",
         "spmd/patches/_grad_scaler.py",
         "spmd.patches._grad_scaler.traceable_grad_scaler",
-        "self, optimizer",
+        "self, funcname",
     ),
     # random numbers
     Patch(

@@ -23,6 +23,7 @@ import gzip
 import heapq
 import importlib
 import inspect
+import io
 import itertools
 import json
 import logging
@@ -48,6 +49,7 @@ import PIL.ImageEnhance
 import scipy.interpolate
 import torch
 import torch.nn as nn
+import tqdm
 
 Read, Write = Callable[[], Any], Callable[[float], Any]
 Place = Callable[[], tuple[Read, Write]]
@@ -860,6 +862,36 @@ def in_a_view_of_a_numpy_array() -> tuple[Read, Write]:
 
 
 @place
+def in_a_transposed_numpy_array() -> tuple[Read, Write]:
+    held = np.full((2, 2), 2.0)
+    return lambda: float(held.T[0, 1]), lambda v: held.__setitem__((1, 0), v)
+
+
+@place
+def in_the_flat_view_of_a_numpy_array() -> tuple[Read, Write]:
+    held = np.full((2, 2), 2.0)
+    return lambda: float(held.flat[3]), lambda v: held.__setitem__((1, 1), v)
+
+
+@place
+def in_the_real_part_of_a_numpy_array() -> tuple[Read, Write]:
+    held = np.full(2, 2.0 + 1j)
+    return lambda: float(held.real[1]), lambda v: held.__setitem__(1, v + 1j)
+
+
+@place
+def in_a_numpy_record() -> tuple[Read, Write]:
+    held: Any = np.rec.array([(2.0,)], dtype=[("scale", "f8")])
+    return lambda: float(held[0].scale), lambda v: held["scale"].__setitem__(0, v)
+
+
+@place
+def in_a_field_of_numpy_records() -> tuple[Read, Write]:
+    held: Any = np.rec.array([(2.0,)], dtype=[("scale", "f8")])
+    return lambda: float(held.scale[0]), lambda v: held["scale"].__setitem__(0, v)
+
+
+@place
 def in_a_numpy_scalar() -> tuple[Read, Write]:
     held = types.SimpleNamespace(scale=np.float64(2.0))
     return lambda: held.scale, lambda v: setattr(held, "scale", np.float64(v))
@@ -869,6 +901,31 @@ def in_a_numpy_scalar() -> tuple[Read, Write]:
 def in_a_cpu_tensor() -> tuple[Read, Write]:
     held = torch.tensor(2.0)
     return lambda: held.item(), lambda v: held.fill_(v)
+
+
+@place
+def in_a_transposed_cpu_tensor() -> tuple[Read, Write]:
+    held = torch.full((2, 2), 2.0)
+    return lambda: held.T[0, 1].item() + held.mT[1, 0].item() - 2.0, lambda v: held.__setitem__((1, 0), v)
+
+
+@place
+def in_the_real_part_of_a_cpu_tensor() -> tuple[Read, Write]:
+    held = torch.full((2,), 2.0 + 1j)
+    return lambda: held.real[1].item(), lambda v: held.__setitem__(1, v + 1j)
+
+
+@place
+def in_the_data_of_a_cpu_tensor() -> tuple[Read, Write]:
+    held = torch.full((2,), 2.0)
+    return lambda: held.data[1].item(), lambda v: held.__setitem__(1, v)
+
+
+@place
+def in_the_gradient_of_a_cpu_tensor() -> tuple[Read, Write]:
+    held = torch.zeros(2, requires_grad=True)
+    held.grad = torch.full((2,), 2.0)
+    return lambda: held.grad[1].item(), lambda v: setattr(held, "grad", torch.full((2,), v))  # type: ignore[index]
 
 
 @place
@@ -1497,6 +1554,12 @@ def in_a_dataset_of_torch() -> tuple[Read, Write]:
     scales = [2.0, 3.0, 5.0]
     held = torch.utils.data.Subset(scales, [0])  # type: ignore[arg-type]
     return lambda: held[0], lambda v: setattr(held, "indices", [scales.index(v)])
+
+
+@place
+def in_a_property_of_a_library_that_makes_a_dict() -> tuple[Read, Write]:
+    held = tqdm.tqdm(total=10, file=io.StringIO(), initial=2)
+    return lambda: float(held.format_dict["n"]), lambda v: setattr(held, "n", v)
 
 
 @place

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 import mesh
 import spmd
@@ -237,6 +238,138 @@ def test_a_hook_of_an_argument_runs_in_calls_after_it_was_registered() -> None:
     found.append(gradient(x).tolist())
     handle.remove()
     assert [*found, gradient(x).tolist()] == [[2.0, 2.0], [6.0, 6.0], [2.0, 2.0]]
+
+
+def test_hooks_of_a_gradient_accumulator_are_seen() -> None:
+    def run(wrap: Any, device: str) -> list[float]:
+        w = torch.ones(2, device=device, requires_grad=True)
+        node, found, handles = torch.autograd.graph.get_gradient_edge(w).node, list[float](), list[Any]()
+
+        def triple(outs: Any, ins: Any) -> None:
+            w.grad.mul_(3)  # type: ignore[union-attr]
+
+        def train(x: torch.Tensor) -> torch.Tensor:
+            w.grad = None
+            loss = (w * x).square().sum()
+            loss.backward()
+            with torch.no_grad():
+                w.sub_(w.grad, alpha=0.125)  # type: ignore[arg-type]
+            return loss.detach()
+
+        step = wrap(train)
+        for change in (
+            lambda: None,
+            lambda: handles.append(node.register_prehook(lambda grads: (grads[0] * 2,))),
+            lambda: handles.append(node.register_hook(triple)),
+            lambda: w.register_hook(lambda grad: grad + 1).remove(),  # takes a number, and changes nothing
+            lambda: handles[0].remove(),
+            lambda: w.requires_grad_(False).requires_grad_(True),
+        ):
+            change()
+            found.append(step(torch.ones(2, device=device)).item())
+        return found
+
+    steps: list[Any] = []
+    ours = run(lambda fn: steps.append(spmd.compile(fn)) or steps[0], "jax")
+    assert ours == pytest.approx(run(lambda fn: fn, "cpu")) and steps[0].num_traces == 4
+    assert steps[0].retraces == ["the gradient accumulator of a parameter of shape [2] got or lost a hook"] * 3
+
+
+def test_a_hook_of_the_accumulator_of_an_argument_is_refused() -> None:
+    x = torch.ones(2, device="jax", requires_grad=True)
+    node = torch.autograd.graph.get_gradient_edge(x).node
+    node.register_prehook(lambda grads: (grads[0] * 2,))
+    with pytest.raises(spmd.TraceError, match="the gradient accumulator of an argument of shape \\[2\\] has a hook"):
+        spmd.compile(lambda x: torch.autograd.grad(x.square().sum(), x)[0])(x)
+
+
+def test_a_method_that_is_registered_as_a_hook_of_each_argument_is_one_hook() -> None:
+    class Scale:
+        def hook(self, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 3
+
+    scale, step = Scale(), spmd.compile(lambda x: torch.autograd.grad(x.square().sum(), x)[0])
+    for _ in range(3):
+        x = torch.ones(2, device="jax", requires_grad=True)
+        x.register_hook(scale.hook)
+        assert step(x).tolist() == [6.0, 6.0]
+    assert step.num_traces == 1
+
+
+def test_a_trace_takes_no_number_of_a_hook() -> None:
+    model = nn.Linear(2, 2).to("jax")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    before = RemovableHandle.next_id
+    step(torch.ones(2, 2, device="jax"))
+    assert RemovableHandle.next_id == before
+
+
+def test_settings_of_torchs_own_objects_are_seen() -> None:
+    def run(wrap: Any, device: str) -> list[Any]:
+        w, found = torch.full((), 2.0, device=device, requires_grad=True), list[Any]()
+        cast, kept = torch.autocast(device, torch.bfloat16), saved_tensors_hooks(lambda t: t * 2, lambda t: t)
+
+        @wrap
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, str]:
+            with kept:
+                y = w * w * x
+            with cast:
+                z = x.reshape(1, 1) @ x.reshape(1, 1)
+            return torch.autograd.grad(y, w)[0], str(z.dtype)
+
+        for change in (
+            lambda: None,
+            lambda: setattr(kept, "pack_hook", lambda t: t * 3),
+            lambda: setattr(kept, "unpack_hook", lambda t: t + 1),
+            lambda: setattr(cast, "fast_dtype", torch.float16),
+            lambda: setattr(cast, "_enabled", False),
+        ):
+            change()
+            grad, dtype = step(torch.ones((), device=device))
+            found += [grad.item(), dtype]
+        return found
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
+
+
+def test_settings_of_a_gradient_scaler_are_seen() -> None:
+    def run(wrap: Any, device: str) -> list[float]:
+        w = torch.ones(2, device=device, requires_grad=True)
+        optimizer = torch.optim.SGD([w], lr=0.125, fused=True)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0, growth_interval=1)
+
+        @wrap
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (w * x).square().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        found, x = list[float](), torch.ones(2, device=device)
+        for change, scale in (
+            (lambda: None, 1.0),
+            (lambda: scaler.set_growth_factor(3.0), 1.0),
+            (lambda: scaler.set_growth_interval(2), 1.0),
+            (lambda: scaler.set_backoff_factor(0.25), torch.inf),
+            (lambda: scaler.update(8.0), 1.0),
+            (lambda: setattr(scaler, "_enabled", False), 1.0),
+        ):
+            change()
+            found += [step(x * scale).item(), scaler.get_scale()]
+        return found
+
+    assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
 
 
 def test_a_tensor_that_got_other_sizes_in_place_is_seen() -> None:

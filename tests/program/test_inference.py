@@ -49,8 +49,37 @@ def test_a_mode_inside_the_function(mode: str) -> None:
     for _ in range(2):
         got, want = step(x.to("jax")), fn(host, x)
         assert_same(got[0], want[0].detach())
+        assert got[0].is_inference() == want[0].is_inference()
         assert got[1:] == want[1:]
     assert step.num_traces == 1
+
+
+def _in_modes(wrap: Any, device: str) -> list[bool]:
+    """Which results are inference tensors, of a function that makes some in inference mode and some outside of it."""
+    other, left = torch.inference_mode(), dict[str, Any]()
+
+    def fn(x: torch.Tensor) -> tuple[Any, ...]:
+        with torch.inference_mode():
+            inside = x * 2
+            with torch.inference_mode(mode=False):
+                outside = x * 3
+            views = (x + 1).split(1)
+            copy = (x - 1).cpu()
+        with other:
+            left["kept"] = x.exp()
+        return inside, inside[:1], outside, outside.t(), views, copy, x.sin()
+
+    step, x, found = wrap(fn), torch.ones(2, 2).to(device), []
+    for around in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with around():
+            inside, part, outside, turned, views, copy, last = step(x)
+        found += [value.is_inference() for value in (inside, part, outside, turned, *views, copy, last, left["kept"])]
+        other.mode = not other.mode
+    return found
+
+
+def test_results_are_inference_tensors_where_they_are_on_the_cpu() -> None:
+    assert _in_modes(spmd.compile, "jax") == _in_modes(lambda fn: fn, "cpu")
 
 
 def test_grad_mode_switched_inside_is_switched_after_every_call() -> None:

@@ -31,6 +31,7 @@ REPLACED = {
     "in_a_list_of_a_module",
     "in_a_config_of_a_module_that_is_replaced",
     "in_a_registered_function",
+    "in_the_gradient_of_a_cpu_tensor",
     "in_a_registered_method",
     "in_a_cached_result_of_a_method",
     "in_a_file",

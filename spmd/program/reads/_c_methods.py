@@ -28,13 +28,21 @@ if TYPE_CHECKING:
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
 
-BY_NAME = (POINTER, np.random.BitGenerator, decimal.Context)  # classes with attributes that `note_c_attribute` knows
+BY_NAME = (
+    POINTER,
+    np.recarray,
+    np.record,
+    np.random.BitGenerator,
+    decimal.Context,
+)  # classes with attributes that `note_c_attribute` knows
 
 
 def note_c_attribute(recording: Recording, owner: Any, name: str) -> None:
     """Record the read of an attribute that is new in every read, of an object in `BY_NAME`."""
-    if isinstance(owner, POINTER):
+    if isinstance(owner, (POINTER, np.recarray)):
         recording.read_content(owner)
+    elif isinstance(owner, np.record):
+        recording.read_content(owner.base)
     elif isinstance(owner, np.random.BitGenerator) and name == "state":
         recording.ask_all([((id(owner), name), f"{type(owner).__name__}.state", functools.partial(state_of, owner))])
     elif isinstance(owner, decimal.Context) and name == "traps":

@@ -13,6 +13,8 @@ import sys
 import types
 from typing import Any
 
+import torch
+
 _OF_NAMESPACES = frozenset({"types", "argparse", "dataclasses"})  # modules whose objects have attributes of the user's
 _OF_TUPLES = "namedtuple_"  # prefix of the module in which a named tuple's `__new__` is defined: it only stores its arguments
 _LIBRARIES = frozenset(
@@ -64,10 +66,15 @@ _WITHOUT_STATE = frozenset(
     {"logging", "warnings", "io", "_io", "builtins", "functools", "importlib", "inspect", "typing", "tempfile", "unittest", "__main__"}
 )
 _WITH_STATE = frozenset({"numpy", "scipy", "sklearn", "networkx", "sortedcontainers"})  # libraries whose objects change
+_SETTINGS: dict[type, tuple[str, ...]] = {  # attributes of libraries' objects that programs set, and methods read
+    torch.amp.GradScaler: ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval"),
+    torch.autograd.graph.saved_tensors_hooks: ("pack_hook", "unpack_hook"),
+}
 _PROPERTIES = (property, types.DynamicClassAttribute, enum.property)  # the last two: `value` and `name` of an enum's members
 _USERS = ("spmd.demo", "spmd.bench", "spmd.train")  # programs in this package, instrumented like user code
 _RECORDED = (  # parts of libraries that are instrumented
     *("torch.nn.modules", "torch.nn.utils", "torch.nn.parameter", "torch.optim", "torch.distributions"),
+    *("torch.amp.autocast_mode", "torch.autograd.grad_mode"),
     *("torch.utils.data.dataset", "torch.utils.data.sampler"),
     *("einops.layers", "einx.nn", "contextlib", "queue", "string", "glob", "pkgutil", "shelve", "dbm"),
 )
@@ -108,6 +115,11 @@ def keeps_state(cls: type) -> bool:
     has_attributes = bool(cls.__dictoffset__) or "__slots__" in vars(cls)
     is_stateful = is_of_python(cls.__module__) or str(cls.__module__).partition(".")[0] in _WITH_STATE
     return has_attributes and is_stateful and not issubclass(cls, enum.Enum)
+
+
+def settings_of(cls: type) -> tuple[str, ...]:
+    """The attributes of a library's object that its methods read, and that the program may set between calls."""
+    return _SETTINGS.get(cls, ())
 
 
 def is_library_property(found: Any) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from spmd.program.find._static import attributes_of, is_python_class, slots_of, static_attribute
 from spmd.program.reads._images import images_in
-from spmd.program.reads._library import is_library, is_recorded, keeps_state
+from spmd.program.reads._library import is_library, is_recorded, keeps_state, settings_of
 from spmd.program.reads._places import CDATA, PLAIN
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def parts_of(value: Any, recording: PlacesRead) -> list[Any]:
         return []
     if images := images_in(value):
         return images
+    for name in settings_of(kind):
+        recording._entry(attributes_of(value) or {}, name, value, ".")
     is_container = issubclass(kind, (collections.abc.Mapping, collections.abc.Sequence, collections.abc.Set))
     if issubclass(kind, Iterator) or (is_library(kind.__module__) and not (is_container or keeps_state(kind))):
         return []

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 PROXIES = frozenset(weakref.ProxyTypes)
 VIEWS = frozenset(type(view) for held in ({}, collections.OrderedDict[Any, Any]()) for view in (held.keys(), held.values(), held.items()))
 _CALL_TENSORS = ("HostArgument", "HostItem", "HostCopy")  # classes of CPU tensors whose values each call provides
-_TENSOR_NAMES = frozenset(dir(torch.Tensor)) | {"__dict__", "jax", "is_jax"}  # the last two once the device is registered
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
@@ -180,17 +179,6 @@ class PlacesRead:
                 self._whole_dict(own)
                 found += (value for value in own.values() if is_python_class(type(value)) and is_data(value))
         return found
-
-    def read_tensor_attribute(self, tensor: torch.Tensor, name: str) -> None:
-        """Record the read of an attribute of a tensor, unless it is one of those that torch gives to all tensors."""
-        bases = type(tensor).__mro__
-        if name not in _TENSOR_NAMES:
-            self._class_attribute(bases, name)
-            attributes = self.attributes(tensor)
-            if attributes is not None:
-                self._entry(attributes, name, "a tensor's", " ")
-        elif bases[0] is not torch.Tensor:
-            self._class_attribute(bases[: bases.index(torch.Tensor)], name)
 
     def ask_identity(self, *values: Any, of_tensors: bool = True) -> None:
         """Record that the function depends on which objects these are, and all objects and, with `of_tensors`, tensors in them."""
@@ -401,6 +389,8 @@ class PlacesRead:
             if isinstance(place.content, (*PLAIN, tuple)) or place.read() is place.content:  # otherwise each read creates a new object
                 self.places[key] = place
                 self._note_value(place.content, place.title)
+            elif not isinstance(instance, (torch.Tensor, torch.nn.Module)) and not self._content(instance) and is_property:
+                self._whole_dict(self.attributes(instance) or {})
 
     def _class_attribute(self, mro: tuple[type, ...], name: str) -> Any:
         """The attribute `name` of the first class in `mro` that has it, or ABSENT. Records the read in each class that was searched."""

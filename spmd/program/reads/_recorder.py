@@ -50,6 +50,7 @@ from spmd.program.reads._questions import Question
 from spmd.program.reads._raised import make_plain
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import Replacements
+from spmd.program.reads._tensor_attributes import note_tensor_attribute
 from spmd.program.reads._unseen import refuse_unseen
 from spmd.program.reads._varying import fixed, float_operand, is_noted, plain_key
 from spmd.program.reads._varying_index import may_vary, read_at
@@ -122,14 +123,14 @@ class Recording(PlacesWritten):
         if cls in PROXIES:
             self.seen[key], instance = instance, referent(instance)
             cls, key = type(instance), (id(instance), name)
-        if name == "grad" and isinstance(instance, torch.Tensor):
+        if name == "grad" and isinstance(instance, torch.Tensor) and instance.device.type != "cpu":
             self.note_gradient(instance)
             return
         if key in self.seen or name in MEMOS:
             return
         self.seen[key] = instance
         if isinstance(instance, torch.Tensor):
-            self.read_tensor_attribute(instance, name)
+            note_tensor_attribute(self, instance, name)
         elif isinstance(instance, types.ModuleType):
             self.read_module_attribute(instance, name)
         elif isinstance(instance, type):

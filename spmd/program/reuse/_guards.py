@@ -43,14 +43,14 @@ def guard_modules(guards: Guards, modules: list[tuple[str, torch.nn.Module]], te
 
 
 def _guard_leaves(guards: Guards, named: list[tuple[str, torch.Tensor]], have_hooks: bool) -> None:
-    then, leaves = [(p.requires_grad, *map(_hook_keys, _of_leaf(p)[1:])) for _, p in named], [p for _, p in named]
+    then, leaves = [(p.requires_grad, *map(_hooks_of, _of_leaf(p)[1:])) for _, p in named], [p for _, p in named]
 
     def check() -> str | None:
         for (name, p), (flag, before, after) in zip(named, then, strict=True):
             requires_grad, *hooks = _of_leaf(p)
             if requires_grad is not flag:
                 return f"requires_grad of {name} changed from {flag} to {not flag}"
-            if tuple(map(_hook_keys, hooks)) != (before, after):
+            if not all(map(_are_same, map(_hooks_of, hooks), (before, after))):
                 return f"{name} got or lost a hook"
         return None
 
@@ -73,8 +73,12 @@ def _guard_registries(guards: Guards, hooks: list[tuple[str, dict[Any, Any]]]) -
         guards.add(check, dicts=[registry for _, registry in hooks])
 
 
-def _hook_keys(hooks: Any) -> tuple[Any, ...]:
-    return tuple(hooks or ())
+def _hooks_of(registry: dict[int, Any] | None) -> tuple[Any, ...]:
+    return tuple(registry.values()) if registry else ()
+
+
+def _are_same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 
 def guard_storages(guards: Guards, tensors: list[tuple[str, torch.Tensor]]) -> None:

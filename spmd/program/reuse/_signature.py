@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import Enum
 from itertools import repeat
-from types import FunctionType, MappingProxyType, ModuleType
+from operator import is_
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -199,24 +200,30 @@ def _gradient(value: torch.Tensor) -> Any:
             )
         )
     kind = None if value.grad is None else gradient_kind(value.grad)
-    hooks = [tuple(found) for found in (value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)) if found]
-    return (kind, *hooks) if hooks else kind
+    before, after = value._backward_hooks, value._post_accumulate_grad_hooks
+    return (kind, _hooks(before), _hooks(after)) if before or after else kind
 
 
-class _ByIdentity:
-    """A key part that compares an object by identity."""
+def _hooks(registry: dict[int, Any] | None) -> tuple[Any, ...]:
+    """The key's part for hooks: the functions, since another process, or a new tensor, gives one of them another number."""
+    return tuple(map(ByIdentity, registry.values())) if registry else ()
+
+
+class ByIdentity:
+    """A key part that compares an object by identity, and a bound method by those of its function and its instance."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self.value = value
+        self.parts = (value.__func__, value.__self__) if type(value) is MethodType else (value,)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self._value is other._value
+        return isinstance(other, ByIdentity) and len(self.parts) == len(other.parts) and all(map(is_, self.parts, other.parts))
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return hash(tuple(map(id, self.parts)))
 
     def __repr__(self) -> str:
-        return f"{type(self._value).__name__} at {id(self._value):#x}"
+        return f"{type(self.value).__name__} at {id(self.value):#x}"
 
 
 def _attributes(tensor: torch.Tensor, names: Collection[str]) -> tuple[Any, ...]:
@@ -225,7 +232,7 @@ def _attributes(tensor: torch.Tensor, names: Collection[str]) -> tuple[Any, ...]
         return ()
     held = vars(tensor)
     return tuple(
-        (name, type(held[name]), exactly(held[name]) if _is_plain(held[name]) else _ByIdentity(held[name]))
+        (name, type(held[name]), exactly(held[name]) if _is_plain(held[name]) else ByIdentity(held[name]))
         for name in sorted(names)
         if name in held
     )

@@ -31,7 +31,7 @@ import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
-from spmd.program.find._static import attributes_of, is_a, is_named, is_python_class, slots_of
+from spmd.program.find._static import attributes_of, class_dict, is_a, is_named, is_python_class, slots_of
 from spmd.program.reads import PLAIN, code_of, content_of, is_recorded, items_of
 
 _MOST = 10_000  # objects in one description
@@ -179,11 +179,13 @@ def _of_module(describe: Descriptions, value: Any) -> Any:
 def _of_class(describe: Descriptions, value: Any) -> Any:
     if not is_python_class(value):
         return "class", value.__module__, value.__qualname__
-    if not is_named(value):
-        raise NotStorable(f"the class {value.__qualname__}, which is not a variable of its module")
     members = value._member_map_ if is_a(value, enum.EnumType) else {}  # Python's library reads these, which is not recorded
     described = *members, *describe.inside((member._value_ for member in members.values()), is_deep=True)
-    return "class", value.__module__, value.__qualname__, tuple((base.__module__, base.__qualname__) for base in value.__mro__), described
+    about = value.__module__, value.__qualname__, described
+    if is_named(value):
+        return "class", *about, tuple((base.__module__, base.__qualname__) for base in value.__mro__)
+    contents = tuple((name, describe.part(held)) for name, held in items_of(class_dict(value)))  # a function may make several classes
+    return "made class", *about, *describe.parts((type(value), *value.__bases__)), contents
 
 
 def _of_enum(describe: Descriptions, value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of, class_dict, is_a, is_named, is_python_class, named, slots_of
 from spmd.program.reads import PLAIN, SPECIAL, code_of, content_of, items_of
 from spmd.program.stored._description import NotStorable, description, has_own_attributes, is_ours
@@ -35,6 +36,8 @@ _WORDS: dict[type, tuple[str, ...]] = {  # attributes in C of objects of a class
     type(functools.lru_cache(lambda: None)): ("__wrapped__",),
 }
 _SEQUENCES = (list, tuple, collections.deque)
+_OF_CLASSES = ("__dataclass_fields__", "_backward_cls", "_forward_cls")  # attributes that libraries read
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a leaf tensor
 
 
 def _dict_of(owner: Any) -> Any:
@@ -55,9 +58,14 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda owner, _: type(owner),
     "base": lambda owner, index: owner.__mro__[index],
     "grad": lambda owner, _: owner.grad,
+    "hook": lambda owner, key: _hooks(owner, key[0])[key[1]],
     "referent": lambda owner, _: owner(),
     "slot": lambda owner, key: next(v for d, v in slots_of(owner).items() if (d.__objclass__.__qualname__, d.__name__) == key),
 }
+
+
+def _hooks(leaf: torch.Tensor, name: str) -> list[Any]:
+    return list((getattr(leaf, name) or {}).values())
 
 
 def _sequence(owner: Any) -> Any:
@@ -90,6 +98,10 @@ class Search:
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._found
 
+    def device_tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors on device 'jax' that were found, and whose attributes are not computed by the program."""
+        yield from (t for t in self._objects if is_a(t, torch.Tensor) and is_device_tensor(t) and has_own_attributes(t))
+
     def _run(self) -> None:
         while self._next < len(self._objects):
             for step, key, part in _parts(self._objects[self._next], self._read, self._namespaces):
@@ -114,6 +126,8 @@ class Search:
             self._visit(value, (None, "global", (value.__name__, "")))
         elif is_a(value, (type, types.FunctionType, types.BuiltinFunctionType)) and is_named(value):
             self._visit(value, (None, "global", (value.__module__, value.__qualname__)))
+        elif is_a(value, type) and (function := class_dict(value).get("_forward_cls")) is not None:  # an `autograd.Function` has it
+            self.add(function)
         elif name := next((name for name, kind in vars(types).items() if kind is value), None):  # a type that `builtins` does not have
             self._visit(value, (None, "global", ("types", name)))
         elif is_a(value, types.BuiltinFunctionType) and named(value.__module__ or "", value.__name__) is value:
@@ -166,10 +180,11 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
     kind = type(value)
     is_tensor, is_space = issubclass(kind, torch.Tensor), issubclass(kind, (types.ModuleType, type))
     if is_ours(kind) and not is_tensor and not issubclass(kind, torch.nn.Module):
+        yield from (("dict", None, found) for found in (attributes_of(value),) if id(found) in read)
         return
     if issubclass(kind, dict):
         if id(value) in namespaces or (id(value) in read and dict.__len__(value) > _LARGEST):
-            keys = (*read.get(id(value), ()), *SPECIAL, "__dataclass_fields__")
+            keys = (*read.get(id(value), ()), *SPECIAL, *_OF_CLASSES)
             yield from (("item", key, dict.get(value, key)) for key in keys if dict.__contains__(value, key))
         elif dict.__len__(value) <= _LARGEST:
             yield from (("item", k, v) if type(k) in (str, int) else ("at", i, v) for i, (k, v) in enumerate(items_of(value)))
@@ -198,8 +213,9 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
         yield "word", "__annotations__", value.__annotations__
     if kind is types.FunctionType and "__wrapped__" in value.__dict__:
         yield "word", "__wrapped__", value.__dict__["__wrapped__"]
-    if is_tensor and has_own_attributes(value) and value.is_leaf and value.grad is not None:
+    if is_tensor and has_own_attributes(value) and value.is_leaf:
         yield "grad", None, value.grad
+        yield from (("hook", (name, i), hook) for name in _HOOKS for i, hook in enumerate(_hooks(value, name)))
     attributes = attributes_of(value)
     if attributes is not None and (id(attributes) in read or kind is not types.FunctionType):  # torch caches in functions' dicts
         yield "dict", None, attributes

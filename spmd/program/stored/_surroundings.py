@@ -24,7 +24,7 @@ from spmd.base._settings import in_force
 from spmd.base._torch import TreeSpec
 from spmd.program.find._static import is_a
 from spmd.program.reads import PLAIN, code_of
-from spmd.program.reuse._signature import VARIES
+from spmd.program.reuse._signature import VARIES, ByIdentity
 from spmd.program.stored._description import NotStorable, code_digest, description
 from spmd.program.stored._library_state import library_state
 
@@ -86,7 +86,11 @@ def _text(value: Any, objects: list[Any]) -> str:
         return "any"
     if kind in PLAIN or issubclass(kind, (Enum, np.generic, types.CodeType, types.ModuleType)):
         return repr(description(value))
-    if kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__:
+    if kind is ByIdentity and len(value.parts) > 1:
+        return f"method({','.join(_text(ByIdentity(part), objects) for part in value.parts)})"
+    if kind is ByIdentity or (kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__):
+        value = value.value if kind is ByIdentity else value
+        kind = type(value)
         number = next((i for i, other in enumerate(objects) if other is value), len(objects))
         objects.extend([value] if number == len(objects) else [])
         return f"object {number}, {description(kind)!r}"

@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding
@@ -233,7 +234,8 @@ class TraceStore:
                 return
             _require_storable(captured, self.messages)
             search = Search(self._roots, _keys_read(captured))
-            tensors = {id(buffer_of(t)): t for t in (*self._reachable.device_tensors(), *self._reachable.optimizer_tensors())}
+            known = *search.device_tensors(), *self._reachable.device_tensors(), *self._reachable.optimizer_tensors()
+            tensors = {id(buffer_of(t)): t for t in known}  # the last of each buffer
             content = written(self._record(program, tensors), search, set(map(id, _live(captured))), tensors)
         except NotStorable as error:
             _log.debug("the trace is not stored: it depends on %s", error)
@@ -300,7 +302,7 @@ def _keys_read(captured: Captured) -> dict[int, list[Any]]:
 def _live(captured: Captured) -> Iterator[Any]:
     """The objects of the program, and not of this package, that the trace read, wrote or guarded."""
     for value in _met(captured):
-        if type(value) is partial and is_ours(value.func):
+        if type(value) is partial and (is_ours(value.func) or is_a(value.func, BuiltinFunctionType)):
             continue
         if is_a(value, LAYOUTS) or not (is_a(value, (*PLAIN, tuple)) or is_ours(value) or is_ours(type(value))):
             yield value

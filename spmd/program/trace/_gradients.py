@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from operator import attrgetter
@@ -24,6 +24,7 @@ from spmd.base._errors import DroppedValueError
 from spmd.device._storage import Buffer, buffer_of, load, wrap, wrap_strided
 from spmd.program.optim._state_rules import stored_like
 from spmd.program.reuse._columns import Guards
+from spmd.program.trace._accumulator_hooks import AccumulatorHooks
 from spmd.program.trace._memory_order import is_permuted, permuted
 from spmd.program.trace._trace_settings import TraceSettings
 
@@ -69,7 +70,7 @@ class Gradients:
         self._at_start: dict[int, torch.Tensor | None] = {}  # by id of a leaf
         self._missing: dict[int, torch.Tensor] = {}  # markers, by id of a leaf that has no gradient
         self._read: dict[int, torch.Tensor] = {}  # leaves whose existing gradient Python read
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._accumulators = AccumulatorHooks(self._leaves)
         self.left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def __enter__(self) -> Gradients:
@@ -80,8 +81,8 @@ class Gradients:
             p.grad = grad
         for p in self._frozen:
             p.grad = None
-        for handle in self._handles:
-            handle.remove()
+        for p in self._leaves:
+            _remove_hook(p, self)
 
     def mark(self) -> None:
         """Put a marker in place of every gradient that is missing or that an earlier call dropped."""
@@ -96,7 +97,7 @@ class Gradients:
                     self._missing[id(p)] = marker
                 p.grad = marker
             if p.requires_grad:
-                self._handles.append(p.register_post_accumulate_grad_hook(self._note_accumulated))
+                _add_hook(p, self, self._note_accumulated)
         self._found = [p.grad for p in self._leaves]
         self._at_start = dict(zip(map(id, self._leaves), self._found, strict=True))
         self._versions = [-1 if p.grad is None or p.grad.is_inference() else p.grad._version for p in self._leaves]
@@ -217,6 +218,7 @@ class Gradients:
 
         if relied or alike or read:
             guards.add(check)
+        self._accumulators.guard(guards, given)
         frozen = [p for p in self._frozen if id(p) not in given]
 
         def check_frozen() -> str | None:
@@ -228,6 +230,18 @@ class Gradients:
 
 
 _grad = attrgetter("grad")
+
+
+def _add_hook(leaf: torch.Tensor, key: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register a hook without a number of `RemovableHandle`: those of the program's hooks are as without a trace."""
+    hooks: OrderedDict[Any, Any] | None = leaf._post_accumulate_grad_hooks  # type: ignore[assignment]
+    if hooks is None:
+        leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
+    hooks[key] = hook
+
+
+def _remove_hook(leaf: torch.Tensor, key: Any) -> None:
+    (leaf._post_accumulate_grad_hooks or {}).pop(key, None)
 
 
 def _is_read_by_torch() -> bool:

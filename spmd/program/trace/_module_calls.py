@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain, TraceError, message
-from spmd.base._torch import UninitializedTensorMixin, is_functorch_wrapped_tensor, pytree, tensor_str
+from spmd.base._torch import UninitializedTensorMixin, global_optimizer_pre_hooks, is_functorch_wrapped_tensor, pytree, tensor_str
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable, has_device_parameters
@@ -118,11 +117,12 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             raise Undiscovered(optimizer)
         recorder.note_step(optimizer)
 
-    handle = register_optimizer_step_pre_hook(stepping)
+    key: Any = object()  # not a number of `RemovableHandle`: those of the program's hooks are as without a trace
+    global_optimizer_pre_hooks[key] = stepping
     try:
         yield run_module
     finally:
-        handle.remove()
+        del global_optimizer_pre_hooks[key]
 
 
 def _lbfgs() -> TraceError:

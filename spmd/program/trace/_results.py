@@ -104,10 +104,10 @@ class Results:
                 self.returned.append(taken if leaf.kind == "array" else None)
             self.leaves.append(leaf)
         copied = {buffer_of(value.held) for value in flat if is_host_copy(value)}
-        for buffer in shared:
+        for buffer, kind in shared.items():
             arrays.append(buffer.get())
             self.returned.append(None)
-            self.leaves.append(Leaf("copy" if buffer in copied else "array", PLAIN_KIND))
+            self.leaves.append(Leaf("copy" if buffer in copied else "array", kind))
         return arrays
 
     def _leaf(self, value: Any, roots: dict[int, int]) -> Leaf:
@@ -143,8 +143,8 @@ class Results:
             raise _running(f"the compiled function returns a {type(value).__name__}")
         return Leaf("static", value)
 
-    def _roots(self, flat: Sequence[Any]) -> list[Buffer]:
-        """The new storages that become outputs as a whole, because results are views of them (see `leaves_whole`).
+    def _roots(self, flat: Sequence[Any]) -> dict[Buffer, Kind]:
+        """The new storages that become outputs as a whole, because results are views of them (see `leaves_whole`), with their kinds.
 
         The storage of copies to the host always does, unless the only one shows all of it.
         """
@@ -153,11 +153,12 @@ class Results:
         for value in map(held_of, flat if not self.is_stacked else ()):
             if is_device_tensor(value) and id(value) not in self.owned and self.is_newborn(buffer_of(value)):
                 groups.setdefault(buffer_of(value), {})[id(value)] = value
-        found: list[Buffer] = []
+        found: dict[Buffer, Kind] = {}
         for buffer, by_id in groups.items():
             tensors = list(by_id.values())
             is_one = len(tensors) == 1 and is_whole(tensors[0], buffer)
-            found += [buffer] if (not is_one if buffer in copied else leaves_whole(tensors, buffer)) else []
+            if not is_one if buffer in copied else leaves_whole(tensors, buffer):
+                found[buffer] = Kind.of_whole(tensors)
         return found
 
 
@@ -195,9 +196,9 @@ def made(
             if leaf.owner is not None:
                 flat.append(_grad_of(leaf.owner, arguments))
             else:
-                flat.append(wrap(value) if kind is PLAIN_KIND else kind.made_of(wrap(value)))
+                flat.append(wrap(value) if kind is PLAIN_KIND else kind.made_by(wrap, value))
         elif leaf.kind == "copy":
-            flat.append(leaf.value.made_of(copied_to_host(next(values))))
+            flat.append(leaf.value.made_by(copied_to_host, next(values)))
         elif leaf.kind == "number":
             number = fetched(next(values))  # one per step with `steps_per_call`
             flat.append(leaf.value(number.item()) if number.ndim == 0 else list(map(leaf.value, number.tolist())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,17 +28,25 @@ class Kind(NamedTuple):
         cls: its class.
         requires_grad: it is a leaf that requires a gradient. A computed result has no graph after a call.
         attributes: its Python attributes.
+        is_of_other_mode: whether it was made in inference mode while the call is not in it, or the reverse.
     """
 
     cls: type
     requires_grad: bool
     attributes: dict[str, Any]
+    is_of_other_mode: bool = False
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Kind:
         """The kind of a device tensor."""
-        kind = Kind(type(tensor), tensor.requires_grad and tensor.grad_fn is None, dict(attributes_of(tensor) or ()))
+        is_leaf, attributes = tensor.requires_grad and tensor.grad_fn is None, dict(attributes_of(tensor) or ())
+        kind = Kind(type(tensor), is_leaf, attributes, _is_of_other_mode(tensor))
         return PLAIN_KIND if kind == PLAIN_KIND else kind
+
+    @staticmethod
+    def of_whole(tensors: Iterable[torch.Tensor]) -> Kind:
+        """The kind of a new storage that these tensors are views of."""
+        return PLAIN_KIND._replace(is_of_other_mode=True) if any(map(_is_of_other_mode, tensors)) else PLAIN_KIND
 
     @property
     def is_plain(self) -> bool:
@@ -49,7 +57,16 @@ class Kind(NamedTuple):
     def of_copy(copy: torch.Tensor) -> Kind:
         """The kind of the CPU tensor that a copy to the host becomes."""
         attributes = dict(attributes_of(copy) or ())
-        return Kind(torch.Tensor, copy.requires_grad and copy.grad_fn is None, attributes)
+        return Kind(torch.Tensor, copy.requires_grad and copy.grad_fn is None, attributes, _is_of_other_mode(copy))
+
+    def made_by(self, make: Callable[[Any], torch.Tensor], value: Any) -> torch.Tensor:
+        """`make(value)`, a new tensor, as a tensor of this kind."""
+        if self.is_plain:
+            return make(value)
+        if self.is_of_other_mode:
+            with torch.inference_mode(not torch.is_inference_mode_enabled()):
+                return self.made_of(make(value))
+        return self.made_of(make(value))
 
     def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, a new tensor, converted to this kind in place where possible."""
@@ -62,6 +79,10 @@ class Kind(NamedTuple):
 
 
 PLAIN_KIND = Kind(torch.Tensor, False, {})
+
+
+def _is_of_other_mode(tensor: torch.Tensor) -> bool:
+    return tensor.is_inference() is not torch.is_inference_mode_enabled()
 
 
 class Window(NamedTuple):
