@@ -61,6 +61,9 @@ class ContextNeeded(TraceAgain):
 def note_c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ...]) -> None:
     """Record a call of a method of `owner` that is C code."""
     kind = type(owner)  # `isinstance` would read the object's `__class__`, which may be user code
+    if name in ("__setattr__", "__delattr__") and args and isinstance(args[0], str):
+        recording.store_attr(owner, args[0]) if issubclass(kind, type) else recording.store_as_is(owner, args[0])
+        return
     if issubclass(kind, CONTAINERS) and not issubclass(kind, np.ndarray):
         note_method(recording, owner, name, args)
         return
@@ -88,12 +91,6 @@ def note_c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, 
         recording.journal.setting(owner, "locked", "a lock", *LOCKS[kind](owner))
     elif name in ("__getattribute__", "__getattr__") and args and isinstance(args[0], str):
         recording.load_attr(owner, args[0])
-    elif name in ("__setattr__", "__delattr__") and args and isinstance(args[0], str):
-        if issubclass(kind, type):
-            recording.store_attr(owner, args[0])
-        else:
-            recording._store_attribute(owner, args[0])
-            return  # it stores the value as it is
     elif issubclass(kind, Iterator):
         if not is_output(owner, name):
             recording.advance(owner, f"advanced by {name}()")

@@ -414,7 +414,7 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
         require_known_name(args[0], args[1])
         recording.load_attr(args[0], args[1])
     elif fn in (builtins.setattr, builtins.delattr) and isinstance(args[1], str):
-        recording.store_attr(args[0], args[1])
+        (recording.store_attr if fn is builtins.setattr else recording.delete_attr)(args[0], args[1])
     elif fn is builtins.next:
         recording.advance(args[0], "advanced by next()")
     elif fn is builtins.vars or fn is builtins.dir:

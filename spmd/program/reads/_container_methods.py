@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd.program.reads._library import keeps_state
+
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
@@ -76,7 +78,11 @@ def note_method(recording: Recording, owner: Any, name: str, args: tuple[Any, ..
 
 
 def note_in_place(recording: Recording, owner: Any, value: Any) -> None:
-    """Record what `owner += value` and the like read and write of a container."""
+    """Record what `owner += value` and the like read and write of a container, or of an object of a library's class."""
+    if not isinstance(owner, CONTAINERS):
+        if keeps_state(type(owner)):
+            recording.read_deep(owner)
+        return
     if not isinstance(owner, list):
         recording.mutate(owner)
         return

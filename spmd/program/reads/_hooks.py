@@ -270,7 +270,7 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
 _load_known_item = _item_hook("load_item")
 _match_known = _replacing_hook("match_class")
 HOOKS: dict[str, Callable[..., Any]] = {
-    **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "mutate", "iterate", "made_with_keys")},
+    **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "delete_attr", "mutate", "iterate", "made_with_keys")},
     **{name: _item_hook(name) for name in ("store_item", "delete_item")},
     "load_item": _load_item,
     **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "contains", "compare", "operate", "operate_in_place")},

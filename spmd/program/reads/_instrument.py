@@ -40,7 +40,7 @@ _READS_CONTENT = {
     "MATCH_KEYS": 2,
 }
 _ITERATES = frozenset(("GET_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "GET_YIELD_FROM_ITER"))
-_OF_ATTRIBUTES = {"IMPORT_FROM": "load_attr", "STORE_ATTR": "store_attr", "DELETE_ATTR": "store_attr"}
+_OF_ATTRIBUTES = {"IMPORT_FROM": "load_attr", "STORE_ATTR": "store_attr", "DELETE_ATTR": "delete_attr"}
 _HOOK_DEPTH = 16  # stack slots for the call of a hook, without copies of its operands
 
 

@@ -6,7 +6,7 @@ import collections
 import gc
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,11 @@ from spmd.program.reads._content_places import AttributePlace, content_place
 from spmd.program.reads._definitions import read_function
 from spmd.program.reads._enumerations import read_members_by_name
 from spmd.program.reads._host_bytes import host_bytes
-from spmd.program.reads._journal import Journal
+from spmd.program.reads._journal import Effect, Journal
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import answer_place
-from spmd.program.reads._parts import WITH_ITEMS, is_data, objects_in
+from spmd.program.reads._parts import WITH_ITEMS, is_data, memory_owners, objects_in
 from spmd.program.reads._places import (
     PLAIN,
     ContentPlace,
@@ -119,6 +119,12 @@ class PlacesRead:
         """After the places are settled: expect the keys of `read_missing` to be missing."""
         for place, key in self._missing:
             place.expect(key, ABSENT)
+
+    def expect_removed(self, effects: Iterable[Effect]) -> None:
+        """Record that the entries that the trace removes from dicts were there: removing one that is not raises an error."""
+        for effect in effects:
+            if effect.value is ABSENT and effect.before is not ABSENT and isinstance(effect.holder, dict):
+                self._dict(effect.holder, effect.title).present.setdefault(effect.key, True)
 
     def ask(self, holder: Any, question: Question | None) -> None:
         """Record the answer to a question about state outside Python objects (see `_outside`). Every call expects the same answer."""
@@ -440,6 +446,11 @@ class PlacesRead:
         """`inner`, an object that belongs to `owner`: it existed before the trace if its owner did."""
         self._owners.setdefault(id(inner), owner)
         return inner
+
+    def memory_of(self, value: Any) -> Iterator[Any]:
+        """See `memory_owners`. An owner that the garbage collector does not know belongs to `value`."""
+        for owner in memory_owners(value):
+            yield owner if gc.is_tracked(owner) else self.owned(value, owner)
 
     def viewed_dict(self, view: Any) -> Any:
         """The dict behind a view of its keys, values or items: it existed before the trace if the view did."""

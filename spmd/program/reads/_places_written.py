@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import _parts
 from spmd.program.reads._builtin_attributes import note_attribute_written_in_c
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._library import is_library_property, is_recorded
@@ -115,10 +114,27 @@ class PlacesWritten(PlacesRead):
                 self._store_attribute(instance, name)
         # any other `__setattr__` is instrumented Python code
 
+    def delete_attr(self, instance: Any, name: str) -> None:
+        """Before `del instance.name`."""
+        instance = resolved(instance)
+        cls: Any = type(instance)
+        if isinstance(cls.__delattr__, types.WrapperDescriptorType) and not isinstance(cls.__setattr__, types.WrapperDescriptorType):
+            self.store_as_is(instance, name)
+        else:
+            self.store_attr(instance, name)
+
     def set_setting(self, setting: Setting) -> None:
         """Before a setting of the process is set."""
         self.ask(SETTINGS, setting.question)
         self.journal.setting(SETTINGS, setting.title, setting.title, setting.read, setting.put)
+
+    def store_as_is(self, instance: Any, name: str) -> None:
+        """Before `object.__setattr__(instance, name, value)`, which does not call a `__setattr__` of the class."""
+        found = next((c.__dict__[name] for c in type(instance).__mro__ if name in c.__dict__), None)
+        if isinstance(found, types.MemberDescriptorType):
+            self.journal.slot(instance, name, found, f"{self._title(instance)}.{name}")
+        elif not hasattr(type(found), "__set__"):
+            self._store_attribute(instance, name)
 
     def _store_attribute(self, instance: Any, name: str) -> None:
         attributes = attributes_of(instance)
@@ -190,7 +206,7 @@ class PlacesWritten(PlacesRead):
             holder = self.owned(holder, holder.data)  # type: ignore[arg-type]
         if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
             return
-        for each in (holder, *_parts.memory_owners(holder)):
+        for each in (holder, *self.memory_of(holder)):
             self.read_content(each)
             self.journal.content(each, self._title(each))
 

@@ -256,8 +256,7 @@ class Recording(PlacesWritten):
 
     def operate_in_place(self, left: Any, right: Any) -> Any:
         """Before `left += right` and the like. Returns the left operand to use instead."""
-        if isinstance(left, CONTAINERS):
-            note_in_place(self, left, right)
+        note_in_place(self, left, right)
         return left if isinstance(left, list) else self._operands(left, right)
 
     def iterate(self, value: Any) -> None:
@@ -345,7 +344,7 @@ class Recording(PlacesWritten):
             if isinstance(value, (*CONTAINERS, *CDATA, SIGNALS)) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
                 self.journal.content(value, self._title(value))
         of_class = self.read_classes(value if isinstance(value, type) else type(value))
-        for part in (*_parts.parts_of(value, self), *_parts.memory_owners(value), *of_class):
+        for part in (*_parts.parts_of(value, self), *self.memory_of(value), *of_class):
             self.read_deep(part, depth + 1, asks_identity)
 
     def call(self, fn: Any, *args: Any) -> Any:
@@ -471,6 +470,7 @@ class Recording(PlacesWritten):
             return (place := self.place_of(holder, key)) is not None and place.has_read(key)
 
         found = self.journal.effects(self.is_before, is_read) + self.flags.effects(self.is_before)
+        self.expect_removed(found)
         return with_outputs(found, self.journal.outputs, self.is_before)
 
 

@@ -10,7 +10,9 @@ import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from spmd.program.find._static import attributes_of
+from spmd.program.find._static import attributes_of, static_attribute
+from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._places import slot_value
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -42,14 +44,27 @@ def _note(recording: Recording, source: Any, own: Any, variables: dict[str, Any]
                 found.append(variables.get(name))
         for value in found:  # and their attributes of these names, which are added to the list
             recording.read_deep(value)
-            attributes = attributes_of(value) or {}
-            for name in filter(attributes.__contains__, code.co_names):
-                recording.load_attr(value, name)
-                if all(attributes[name] is not other for other in found):
-                    found.append(attributes[name])
+            for name in code.co_names:
+                held = _held_by(value, name)
+                if held is not ABSENT:
+                    recording.load_attr(value, name)
+                    if all(held is not other for other in found):
+                        found.append(held)
         for instruction in dis.get_instructions(code):
             if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 recording.store_global(variables, instruction.argval)
+            elif instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                for value in found:  # of one of these, and a write that changes nothing is not repeated
+                    recording.store_attr(value, instruction.argval)
+
+
+def _held_by(value: Any, name: str) -> Any:
+    """The attribute of an object as it is stored, in a slot too; ABSENT if it has none, or computes it."""
+    attributes = attributes_of(value) or {}
+    found = attributes[name] if name in attributes else static_attribute(value, name, ABSENT)
+    if isinstance(found, types.MemberDescriptorType):
+        return slot_value(value, found)
+    return ABSENT if hasattr(type(found), "__set__") else found
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

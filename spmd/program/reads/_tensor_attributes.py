@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spmd.program.find._static import attributes_of
+
 if TYPE_CHECKING:
     from spmd.program.reads._places_read import PlacesRead
 
@@ -20,7 +22,7 @@ def note_tensor_attribute(recording: PlacesRead, tensor: torch.Tensor, name: str
     elif tensor.device.type == "cpu" and name == "grad":
         recording.read_c_attribute(tensor, name)
     bases = type(tensor).__mro__
-    if name not in _OF_ALL:
+    if name not in _OF_ALL or name in (attributes_of(tensor) or ()):
         recording._class_attribute(bases, name)
         attributes = recording.attributes(tensor)
         if attributes is not None:

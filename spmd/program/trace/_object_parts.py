@@ -209,7 +209,7 @@ def _code_parts(value: Any, cls: type) -> ObjectParts | None:
     if cls is property:
         return None, lambda _, parts: property(*parts), [value.fget, value.fset, value.fdel, value.__doc__]
     if cls is functools.partial:
-        return None, lambda _, parts: functools.partial(parts[0], *parts[1], **parts[2]), [value.func, value.args, value.keywords]
+        return None, _partial_of, [value.func, value.args, value.keywords, vars(value)]
     if cls is types.CellType:
         try:
             return types.CellType, lambda made, parts: setattr(made, "cell_contents", parts[0]), [value.cell_contents]
@@ -229,6 +229,13 @@ def _code_parts(value: Any, cls: type) -> ObjectParts | None:
         return made
 
     return None, function, [value.__defaults__, value.__kwdefaults__, *vars(value).values(), *cells]
+
+
+def _partial_of(_: Any, parts: list[Any]) -> Any:
+    function, args, keywords, attributes = parts
+    made = functools.partial(function, *args, **keywords)
+    vars(made).update(attributes)
+    return made
 
 
 def _object_parts(value: Any, cls: Any) -> ObjectParts | None:
