@@ -313,6 +313,29 @@ def test_a_trace_takes_no_number_of_a_hook() -> None:
     assert RemovableHandle.next_id == before
 
 
+def test_counters_that_shared_an_array_and_then_differ() -> None:
+    def run(wrap: Any, device: str) -> list[float]:
+        a, b = (torch.full((2,), value, device=device, requires_grad=True) for value in (1.0, 2.0))
+        optimizer = torch.optim.Adam([a, b], lr=0.125)
+
+        @wrap
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (a * x + b).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        found = list[float]()
+        for i in range(6):
+            if i == 2:  # the parameter is stepped twice from now on
+                optimizer.param_groups.append({**optimizer.param_groups[0], "params": [b]})
+            found.append(step(torch.ones(2, device=device)).item())
+        return [*found, *(state["step"].item() for state in optimizer.state.values())]
+
+    assert run(spmd.compile, "jax") == pytest.approx(run(lambda fn: fn, "cpu"))
+
+
 def test_settings_of_torchs_own_objects_are_seen() -> None:
     def run(wrap: Any, device: str) -> list[Any]:
         w, found = torch.full((), 2.0, device=device, requires_grad=True), list[Any]()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch.optim.radam import radam
 
@@ -188,8 +189,10 @@ def _lay_out(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: d
                 buffer.annotate(annotation)
 
 
-def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]:
+def equal_counters(optimizers: list[torch.optim.Optimizer], *, are_shared: bool) -> dict[Buffer, Any]:
     """The buffers of the 0-dim state of the optimizers, each with a key that is equal for state of the same name, group and value.
+
+    Counters that are not read as one have arrays of their own afterwards. Without `are_shared` that is all, and the result is empty.
 
     Note [Equal counters]. torch's Adam keeps one step counter per parameter, where a JAX optimizer keeps one for all. Counters that are
     equal at the start of a trace are read as one. So bias corrections are computed once, and the program has one counter as input and
@@ -203,8 +206,14 @@ def equal_counters(optimizers: list[torch.optim.Optimizer]) -> dict[Buffer, Any]
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if is_device_tensor(value) and value.dim() == 0:
                         found[buffer_of(value)] = (id(optimizer), number, key, value.dtype)
-    values = jax.device_get([buffer.get() for buffer in found])
-    return {buffer: (*key, value.tobytes()) for (buffer, key), value in zip(found.items(), values, strict=True)}
+    values = jax.device_get([buffer.get() for buffer in found]) if are_shared else [None] * len(found)
+    keys: dict[Buffer, Any] = {}
+    arrays: dict[int, Any] = {}
+    for (buffer, key), value in zip(found.items(), values, strict=True):
+        keys[buffer] = id(buffer) if value is None else (*key, value.tobytes())
+        if buffer.value is not None and arrays.setdefault(id(buffer.value), keys[buffer]) != keys[buffer]:
+            buffer.set(jnp.copy(buffer.value))  # a program tells its inputs apart by their arrays
+    return keys if are_shared else {}
 
 
 class _StateComplete(Exception):

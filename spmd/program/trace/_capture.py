@@ -81,7 +81,7 @@ def capture(
     waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in buffers] + [host_array(t) for t in hosts]
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
-    counters = equal_counters(found.optimizers) if settings.share_counters else {}
+    counters = equal_counters(found.optimizers, are_shared=settings.share_counters)
     with (
         exact_dtypes(),
         no_host_random(settings),
