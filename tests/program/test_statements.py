@@ -243,6 +243,23 @@ def require_same(text: str, make: Callable[[Callable[[], Any]], Any]) -> None:
             assert found == expected, statement
 
 
+@pytest.mark.parametrize("operator", ["+=", "-=", "*=", "/=", "//=", "%=", "**="])
+def test_in_place_operators_with_a_number_that_varies(operator: str) -> None:
+    text = f"""
+        t = o.t; t {operator} o.n; o.n += 1
+        t = o.t[:1]; t {operator} o.n * 0.5; o.n += 1
+        before = o.t; o.t {operator} o.n; o.n += 1; x = x + before
+        for t in (o.t, o.u): t {operator} o.n
+        t = x.clone(); u = t; u {operator} o.n; o.n += 1; x = x + t
+        a = o.a; a {operator} o.n; o.n += 1
+    """
+
+    def make(zeros: Callable[[], Any]) -> Any:
+        return types.SimpleNamespace(n=2, t=zeros() + 3, u=zeros() + 5, a=np.array([3.0, 5.0]))
+
+    require_same(text, make)
+
+
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_writes_to_a_container(name: str) -> None:
     text = WRITES

@@ -32,6 +32,7 @@ from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, SIGNALS, has_hidden_state, is_output, lock_question
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._imports import note_import
+from spmd.program.reads._in_place import in_place_operand
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
@@ -95,8 +96,6 @@ class Recording(PlacesWritten):
         self._replacements: Replacements | None = None
         self._made_ids: frozenset[int] = frozenset()
         self._existing_ids: set[int] = set()
-
-    # reads
 
     def load_global(self, variables: dict[str, Any], name: str) -> None:
         self.seen[id(variables), name] = variables
@@ -257,7 +256,7 @@ class Recording(PlacesWritten):
     def operate_in_place(self, left: Any, right: Any) -> Any:
         """Before `left += right` and the like. Returns the left operand to use instead."""
         note_in_place(self, left, right)
-        return left if isinstance(left, list) else self._operands(left, right)
+        return left if isinstance(left, list) else in_place_operand(self._operands(left, right), right)
 
     def iterate(self, value: Any) -> None:
         value = resolved(value)

@@ -1,0 +1,47 @@
+"""In-place operators of a tensor or array and a number that varies: `p *= self.decay`.
+
+The operator of the tensor does not know the number, so Python would use the number's reflected operator, which returns a new tensor and
+leaves the one on the left as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd.program.reads._varying import Varying
+
+_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor")
+
+
+class _InPlace:
+    """Stands for the left operand."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+
+def _define(name: str) -> None:
+    do = getattr(operator, f"i{name}" if hasattr(operator, f"i{name}") else f"i{name}_")
+
+    def operate(self: _InPlace, number: Varying) -> Any:
+        return do(self.target, number.traced() if isinstance(self.target, torch.Tensor) else number.concrete())
+
+    setattr(_InPlace, f"__i{name}__", operate)
+
+
+for _name in _NAMES:
+    _define(_name)
+
+
+def in_place_operand(left: Any, right: Any) -> Any:
+    """The left operand to use in `left += right` and the like."""
+    return _InPlace(left) if type(right) is Varying and isinstance(left, (torch.Tensor, np.ndarray)) else left
+
+
+__all__ = ["in_place_operand"]
