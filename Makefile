@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo check lint types test tested test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth pod memory layouts fuzz docs site faults endurance clean
+.PHONY: help setup demo check lint types test tested test-all versions conformance lightning torchtitan trl bench torchax ops models presets depth pod memory layouts fuzz statements docs site faults endurance clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ MINUTES ?= 30
 
 fuzz: setup ## whether compiled functions ever do anything else than Python: random programs with state, MINUTES (30)
 	@$(PY) -m benchmarks.fuzz --minutes $(MINUTES)
+
+statements: setup ## whether statements that read and write Python objects do what Python does: 10,000 cases beside CPU torch (twenty minutes)
+	@$(PY) -m benchmarks.statements
 
 docs: setup ## write the generated pages and pictures
 	@$(BIN)/spmd ops --markdown > docs/ops.md

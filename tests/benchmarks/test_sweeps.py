@@ -48,6 +48,7 @@ def test_shards_are_put_together_again(tmp_path: Path) -> None:
         ("ops", "--ops", "^(abs|add)$", "--dtypes", "float32"),
         ("layouts", "--trials", "3"),
         ("fuzz", "--minutes", "0.01"),
+        ("statements", "--every", "400"),
         ("models", "--models", "^ResNet$", "--columns", "eager"),
         ("dynamo_models", "--models", "^ResNet$"),
         ("presets", "--models", "Llama", "--forms", "megatron"),
