@@ -91,6 +91,18 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     return loss
 
 
+def step_in_hooks(model: nn.Module, lr: float, momentum: float) -> None:
+    """Let an optimizer for each parameter step, and drop its gradient, as soon as the gradient is accumulated."""
+    optimizers = {p: torch.optim.SGD([p], lr=lr, momentum=momentum) for p in model.parameters()}
+
+    def update(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+
+
 def assert_same(got: Any, want: Any, tolerance: tuple[float, float] | None = None) -> None:
     """Containers of tensors and values agree: structure, dtype, shape, value."""
     got_flat, got_tree = pytree.tree_flatten(got)

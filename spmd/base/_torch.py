@@ -177,6 +177,12 @@ def without_saved_tensors_hooks() -> Generator[None]:
             push_saved_tensors_default_hooks(pack, unpack)
 
 
+def hooks_of_leaf(leaf: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The hooks of a leaf tensor, in order: those that get its gradient, and those that run after the accumulation."""
+    before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    return tuple(before.values()) if before else (), tuple(after.values()) if after else ()
+
+
 def graph_break(msg: str) -> None:
     """End the graph that Dynamo is capturing. Dynamo is imported here and not earlier, since the import takes seconds."""
     torch._dynamo.graph_break(msg=msg)

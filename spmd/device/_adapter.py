@@ -30,7 +30,7 @@ from spmd.device._inlined import Inlined
 from spmd.device._numbers import carried, data_dependent, decided, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
-from spmd.device._refusals import MetaCheck, kind_of_number, meta_argument
+from spmd.device._refusals import MetaCheck, kind_of_number, meta_argument, refuse_large_ints
 from spmd.device._saved_results import reuse_or_save
 from spmd.device._storage import load, once, store, trace_setting, wrap
 from spmd.device._trace_lock import was_taken, with_trace_lock
@@ -342,6 +342,8 @@ class Adapter:
         if on_cpu is not None and results is not None and on_cpu.dtypes is not None:
             # meta kernels in Python differ (bools ** True are bools); for floats they state what accelerators keep in float32
             results = tuple(m if m is None or m.is_floating_point else c for m, c in zip(results, on_cpu.dtypes, strict=True))
+        places = *enumerate(args), *((self.accepts[name], arg) for name, arg in kwargs.items() if name not in _IGNORED)
+        refuse_large_ints(self.name, (arg for i, arg in places if self.is_tensor[i] or self.dynamic_scalar[i]))
         compute: list[np.dtype[Any] | None] = [None] * counter[0]
         if self.lowering.pointwise:
             compute = self._compute_dtypes(args, kwargs, results, counter[0])

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from spmd.base._errors import SpmdError, called_at, message
+from spmd.base._errors import SpmdError, UnsupportedOpError, called_at, message
 from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, disable_current_modes, dispatch_has_kernel_for_dispatch_key
 from spmd.device._numbers import sample
 from spmd.device._storage import buffer_of, is_device_tensor
 
 _FEW = 2**16  # total number of elements up to which the real shapes are used
+_LARGEST = torch.iinfo(torch.int64).max
 _SMALL = 8  # maximum size of a dim for larger calls
 _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
@@ -250,6 +251,25 @@ def kind_of_number(number: Any) -> tuple[Any, ...]:
     return "number", type(number), range_of(number), not isinstance(number, complex) and number < 0
 
 
+def refuse_large_ints(op: str, args: Iterable[Any]) -> None:
+    """Raise UnsupportedOpError for a Python int that torch takes as uint64: jax's Python ints are int64.
+
+    Args:
+        op: name of the operator.
+        args: the arguments that the operator computes with.
+    """
+    large = next((arg for arg in args if type(arg) is int and arg > _LARGEST), None)
+    if large is not None:
+        raise UnsupportedOpError(
+            message(
+                f"{op} on device 'jax' got the Python int {large}",
+                f"the largest one is 2**63 - 1 = {_LARGEST}",
+                *called_at(),
+                fix="float(number)",
+            )
+        )
+
+
 def range_of(number: Any) -> Any:
     """Key for the set of dtypes that can represent a number; None: all. The CPU refuses other dtypes: `fill_(1e6)` of float16."""
     if type(number) is complex:
@@ -457,6 +477,7 @@ __all__ = [
     "MetaCheck",
     "kind_of_number",
     "meta_argument",
+    "refuse_large_ints",
     "check_cast",
     "check_expands",
     "check_in_place",

@@ -121,6 +121,7 @@ _REMAINDERS = ("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"
 REFUSED: dict[str, Callable[[_Named], Iterator[Refused]]] = {
     **dict.fromkeys(_REMAINDERS, _divisor),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _rounded_divisor),
+    **dict.fromkeys(("floor_divide", "floor_divide.Scalar"), _divisor),
     "multinomial": _weights,
     "bernoulli": _each("self", _not_in_unit, _CHANCE),
     "bernoulli.Tensor": _each("p", _not_in_unit, _CHANCE),

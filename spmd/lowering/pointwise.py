@@ -169,10 +169,16 @@ def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
         return lax.div(*_integers(self, other)) if is_integral else jnp.trunc(jnp.true_divide(self, other))
     if is_integral:
         return jnp.floor_divide(self, other)
-    wide = jnp.promote_types(jnp.result_type(self, other), jnp.float32)
+    dtype = jnp.result_type(self, other)
+    wide = jnp.promote_types(dtype, jnp.float32)
     self, other = jnp.asarray(self, wide), jnp.asarray(other, wide)
     floor = jnp.floor_divide(self, other)
-    return jnp.where(floor == 0, jnp.copysign(floor, self / other), floor)
+    return jnp.where(floor == 0, jnp.copysign(floor, self / other), floor).astype(dtype)
+
+
+@lower("floor_divide", "floor_divide.Scalar", pointwise=True, widened=False)
+def floor_divide(self: Any, other: Any) -> Any:
+    return div_mode(self, other, rounding_mode="floor")
 
 
 @lower("pow.Tensor_Scalar", pointwise=True, static=("exponent",))

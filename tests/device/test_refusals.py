@@ -257,3 +257,13 @@ def test_an_einsum_of_one_tensor_is_a_view() -> None:
     step = spmd.compile(lambda: torch.einsum("ii->i", ours).add_(1))
     torch.testing.assert_close(step().cpu(), torch.einsum("ii->i", host).add_(1))
     torch.testing.assert_close(ours.cpu(), host)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, spmd.compile], ids=["eager", "compiled"])
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_a_python_int_above_int64_is_refused_by_name(number: int, wrap: Any) -> None:
+    x = torch.ones(2, device="jax")
+    for fn in (lambda: x * number, lambda: number - x, lambda: torch.add(x, x, alpha=number), lambda: x > number):
+        with pytest.raises(spmd.UnsupportedOpError, match=f"on device 'jax' got the Python int {number}"):
+            wrap(fn)()
+    assert (x * (2**63 - 1)).tolist() == (torch.ones(2) * (2**63 - 1)).tolist()

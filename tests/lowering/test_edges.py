@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import spmd
 from spmd.lowering.special import HAS_ERFCX
 from tests.lowering.against_cpu import check
 
@@ -262,3 +263,25 @@ def test_integers_to_large_powers_wrap_around_as_on_the_cpu(dtype: torch.dtype) 
     check(lambda x, powers: x**powers, x, powers)
     check(lambda powers: 3**powers, powers)
     check(lambda x: torch.zeros(2, dtype=torch.bool, device=x.device).fill_(1j), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.bfloat16, torch.float64])
+def test_floor_division_has_the_cpus_dtype_and_values(dtype: torch.dtype) -> None:
+    def found(device: str) -> list[torch.Tensor]:
+        x = torch.tensor([1, 3, 2, 9], dtype=dtype, device=device)
+        scalars = [torch.tensor(number, device=device) for number in (7, 7.5)]
+        in_place = x.clone()
+        in_place //= 2
+        return [in_place, x // 2, x // 0.7, 7 // x, x // x.float(), *(n // x for n in scalars), *(x // n for n in scalars)]
+
+    for ours, its in zip(found("jax"), found("cpu"), strict=True):
+        torch.testing.assert_close(ours.cpu(), its, rtol=0, atol=0)
+
+
+def test_floor_division_of_integers_by_zero_is_refused() -> None:
+    x = torch.arange(3, device="jax")
+    for divide in (lambda: x // 0, lambda: x.clone().floor_divide_(0), lambda: torch.floor_divide(x, 0)):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            divide()
+    with pytest.raises(spmd.CheckFailed, match="ZeroDivisionError"):
+        (5 // x).tolist()

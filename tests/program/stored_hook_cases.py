@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.oracle import step_in_hooks
 from tests.program.stored_harness import Values, calls, case, inputs, trained
 
 
@@ -107,14 +108,7 @@ def a_function_after_accumulation(device: str, wrap: Any, changed: bool) -> Valu
 @case
 def an_optimizer_in_the_backward_pass(device: str, wrap: Any, changed: bool) -> Values:
     model = linear(device)
-    optimizers = {p: torch.optim.SGD([p], lr=0.2 if changed else 0.1, momentum=0.5) for p in model.parameters()}
-
-    def update(p: torch.Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(update)
+    step_in_hooks(model, lr=0.2 if changed else 0.1, momentum=0.5)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = (model(x) ** 2).mean()

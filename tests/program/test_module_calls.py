@@ -11,7 +11,7 @@ import torch.nn as nn
 import spmd
 from spmd.program import _step
 from spmd.program.trace._capture import capture
-from tests.oracle import assert_same, batch, twins
+from tests.oracle import assert_same, batch, step_in_hooks, twins
 
 
 class Careful(nn.Module):
@@ -96,14 +96,7 @@ def test_a_module_made_inside_around_parameters_is_traced(is_named: bool) -> Non
 
 def test_optimizers_that_step_in_hooks_are_found_by_one_more_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses(model: nn.Module, wrap: Any, x: torch.Tensor) -> list[float]:
-        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
-
-        def update(p: torch.Tensor) -> None:
-            optimizers[p].step()
-            optimizers[p].zero_grad()
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(update)
+        step_in_hooks(model, lr=0.1, momentum=0.9)
 
         def step(x: torch.Tensor) -> torch.Tensor:
             loss = model(x).square().mean()

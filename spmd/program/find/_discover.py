@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from spmd.base._torch import hooks_of_leaf
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._objects import flatten
 from spmd.program.find._static import attributes_of, is_a, static_attribute
@@ -91,9 +93,8 @@ class Reachable:
     def add_hooks(self) -> None:
         """Visit the gradient hooks of the reachable tensors. They may reach optimizers that step during the backward pass."""
         for tensor in self.device_tensors():
-            for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
-                for hook in (hooks or {}).values():
-                    self.visit(hook)
+            for hook in itertools.chain(*hooks_of_leaf(tensor)):
+                self.visit(hook)
         self._visit_named()
 
     def leaves(self) -> list[torch.Tensor]:

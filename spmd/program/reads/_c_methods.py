@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
 
-BY_NAME = (
-    POINTER,
-    np.recarray,
-    np.record,
-    np.random.BitGenerator,
-    decimal.Context,
-)  # classes with attributes that `note_c_attribute` knows
+# classes with attributes that `note_c_attribute` knows
+BY_NAME = (POINTER, np.recarray, np.record, np.random.BitGenerator, decimal.Context)
 
 
 def note_c_attribute(recording: Recording, owner: Any, name: str) -> None:

@@ -384,7 +384,10 @@ class PlacesRead:
         read_module_attribute(self, module, name)
 
     def read_c_attribute(self, instance: Any, name: str, is_property: bool = False) -> None:
-        """Record the read of an attribute that is stored in C, or of a property that a library computes."""
+        """Record the read of an attribute that is stored in C, or of a property that a library computes.
+
+        If each read creates a new object, as `array.T`, it is of what the object holds instead.
+        """
         key = hash(("in C", id(instance), name))
         if key not in self.places and not self.journal.is_written(instance, name):
             title = f"{self._title(instance)}.{name}"
@@ -392,7 +395,7 @@ class PlacesRead:
                 place = ContentPlace(instance, title, partial(_computed, instance, name))
             else:
                 place = AttributePlace(instance, name, title)
-            if isinstance(place.content, (*PLAIN, tuple)) or place.read() is place.content:  # otherwise each read creates a new object
+            if isinstance(place.content, (*PLAIN, tuple)) or place.read() is place.content:
                 self.places[key] = place
                 self._note_value(place.content, place.title)
             elif not isinstance(instance, (torch.Tensor, torch.nn.Module)) and not self._content(instance) and is_property:

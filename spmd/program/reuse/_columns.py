@@ -243,7 +243,7 @@ class Guards:
         if not all(map(is_, now.values, known.values)):
             found.update(self._values.differing(is_not, now.values, known.values))
         if not all(map(is_, _joined(now.parts), _joined(known.parts))) or list(map(len, now.parts)) != list(map(len, known.parts)):
-            found.update(compress(self._part_ranks, map(_differ, now.parts, known.parts)))
+            found.update(compress(self._part_ranks, map(differ, now.parts, known.parts)))
         return found
 
     def _expect_filled(self) -> None:
@@ -257,8 +257,9 @@ class Guards:
                     self._empty.add(holder, rank)
 
 
-def _differ(now: list[Any], known: list[Any]) -> bool:
+def differ(now: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether two sequences have other objects."""
     return len(now) != len(known) or any(map(is_not, now, known))
 
 
-__all__ = ["Guard", "Guards"]
+__all__ = ["Guard", "Guards", "differ"]

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from spmd.base._settings import in_force
-from spmd.base._torch import storage_id
+from spmd.base._torch import hooks_of_leaf, storage_id
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.optim._lifted_numbers import LiftedNumbers, static_settings
-from spmd.program.reuse._columns import Guards
+from spmd.program.reuse._columns import Guards, differ
 
-_of_leaf = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _requires_grad, *_LEAF_HOOKS = map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _state, _param_groups, _value, _marks, _today = map(attrgetter, ("state", "param_groups", "value", "marks", "today"))
@@ -36,21 +35,20 @@ def guard_modules(guards: Guards, modules: list[tuple[str, torch.nn.Module]], te
     known = {id(p) for _, p in named}
     named.extend((name, t) for name, t in tensors if id(t) not in known and t.is_leaf)
     for has_some in (False, True):  # separate guards, since leaves with hooks must be checked before every call
-        _guard_leaves(guards, [(name, p) for name, p in named if any(_of_leaf(p)[1:]) is has_some], has_some)
+        _guard_leaves(guards, [(name, p) for name, p in named if any(hooks_of_leaf(p)) is has_some], has_some)
     hooks = [(name, module.__dict__[kind]) for name, module in modules for kind in _HOOKS]
     for has_some in (False, True):
         _guard_registries(guards, [(name, registry) for name, registry in hooks if bool(registry) is has_some])
 
 
 def _guard_leaves(guards: Guards, named: list[tuple[str, torch.Tensor]], have_hooks: bool) -> None:
-    then, leaves = [(p.requires_grad, *map(_hooks_of, _of_leaf(p)[1:])) for _, p in named], [p for _, p in named]
+    then, leaves = [(p.requires_grad, *hooks_of_leaf(p)) for _, p in named], [p for _, p in named]
 
     def check() -> str | None:
         for (name, p), (flag, before, after) in zip(named, then, strict=True):
-            requires_grad, *hooks = _of_leaf(p)
-            if requires_grad is not flag:
+            if p.requires_grad is not flag:
                 return f"requires_grad of {name} changed from {flag} to {not flag}"
-            if not all(map(_are_same, map(_hooks_of, hooks), (before, after))):
+            if any(map(differ, hooks_of_leaf(p), (before, after))):
                 return f"{name} got or lost a hook"
         return None
 
@@ -71,14 +69,6 @@ def _guard_registries(guards: Guards, hooks: list[tuple[str, dict[Any, Any]]]) -
 
     if hooks:
         guards.add(check, dicts=[registry for _, registry in hooks])
-
-
-def _hooks_of(registry: dict[int, Any] | None) -> tuple[Any, ...]:
-    return tuple(registry.values()) if registry else ()
-
-
-def _are_same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 
 def guard_storages(guards: Guards, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -17,6 +17,7 @@ from spmd.base._torch import (
     DeviceContext,
     dispatch_mode_at,
     function_mode_at,
+    hooks_of_leaf,
     num_torch_dispatch_modes,
     num_torch_function_modes,
     top_saved_tensors_default_hooks,
@@ -200,13 +201,8 @@ def _gradient(value: torch.Tensor) -> Any:
             )
         )
     kind = None if value.grad is None else gradient_kind(value.grad)
-    before, after = value._backward_hooks, value._post_accumulate_grad_hooks
-    return (kind, _hooks(before), _hooks(after)) if before or after else kind
-
-
-def _hooks(registry: dict[int, Any] | None) -> tuple[Any, ...]:
-    """The key's part for hooks: the functions, since another process, or a new tensor, gives one of them another number."""
-    return tuple(map(ByIdentity, registry.values())) if registry else ()
+    hooks = hooks_of_leaf(value)  # the functions: another process, or a new tensor, gives one of them another number
+    return (kind, *(tuple(map(ByIdentity, of_kind)) for of_kind in hooks)) if any(hooks) else kind
 
 
 class ByIdentity:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from spmd.base._torch import hooks_of_leaf
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of, class_dict, is_a, is_named, is_python_class, named, slots_of
 from spmd.program.reads import PLAIN, SPECIAL, code_of, content_of, items_of
@@ -37,7 +38,6 @@ _WORDS: dict[type, tuple[str, ...]] = {  # attributes in C of objects of a class
 }
 _SEQUENCES = (list, tuple, collections.deque)
 _OF_CLASSES = ("__dataclass_fields__", "_backward_cls", "_forward_cls")  # attributes that libraries read
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a leaf tensor
 
 
 def _dict_of(owner: Any) -> Any:
@@ -58,14 +58,10 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda owner, _: type(owner),
     "base": lambda owner, index: owner.__mro__[index],
     "grad": lambda owner, _: owner.grad,
-    "hook": lambda owner, key: _hooks(owner, key[0])[key[1]],
+    "hook": lambda owner, key: hooks_of_leaf(owner)[key[0]][key[1]],
     "referent": lambda owner, _: owner(),
     "slot": lambda owner, key: next(v for d, v in slots_of(owner).items() if (d.__objclass__.__qualname__, d.__name__) == key),
 }
-
-
-def _hooks(leaf: torch.Tensor, name: str) -> list[Any]:
-    return list((getattr(leaf, name) or {}).values())
 
 
 def _sequence(owner: Any) -> Any:
@@ -215,7 +211,7 @@ def _parts(value: Any, read: Mapping[int, list[Any]], namespaces: set[int]) -> I
         yield "word", "__wrapped__", value.__dict__["__wrapped__"]
     if is_tensor and has_own_attributes(value) and value.is_leaf:
         yield "grad", None, value.grad
-        yield from (("hook", (name, i), hook) for name in _HOOKS for i, hook in enumerate(_hooks(value, name)))
+        yield from (("hook", (kind, i), hook) for kind, hooks in enumerate(hooks_of_leaf(value)) for i, hook in enumerate(hooks))
     attributes = attributes_of(value)
     if attributes is not None and (id(attributes) in read or kind is not types.FunctionType):  # torch caches in functions' dicts
         yield "dict", None, attributes

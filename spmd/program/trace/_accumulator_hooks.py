@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spmd.base._errors import TraceError, message
 from spmd.base._torch import DisableTorchFunction
-from spmd.program.reuse._columns import Guards
+from spmd.program.reuse._columns import Guards, differ
 
 _Hooks = list[tuple[Any, ...]]
 _next_number = attrgetter("next_id")
@@ -69,7 +69,7 @@ def _hooks_of(leaf: torch.Tensor) -> _Hooks:
 def _changed(expected: Iterable[tuple[torch.Tensor, _Hooks]]) -> str | None:
     for p, hooks in expected:
         now = _hooks_of(p) if p.requires_grad else []
-        if list(map(len, now)) != list(map(len, hooks)) or not all(all(map(is_, a, b)) for a, b in zip(now, hooks, strict=True)):
+        if len(now) != len(hooks) or any(map(differ, now, hooks)):
             return f"the gradient accumulator of a parameter of shape {list(p.shape)} got or lost a hook"
     return None
 
