@@ -33,6 +33,7 @@ from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
 from spmd.sharding._axes import fsdp_axis
 from spmd.sharding._constraint import placed
 from spmd.sharding._precision import cast_floating, require_policy, sum_gradients_wide
+from spmd.sharding._swapped_parameters import SwappedParameters
 from spmd.sharding._tensor import become_sharded
 
 Stage = Literal[1, 2, 3]
@@ -244,7 +245,7 @@ class _Call:
 
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._swapped = SwappedParameters()
         self._sources: list[torch.Tensor] = []
         self._wholes: dict[Buffer, int] = {}
         self._again: dict[int, torch.Tensor] = {}
@@ -270,8 +271,7 @@ class _Call:
                 whole = wholes[id(parameter)] = become_sharded(_Gather.apply(parameter, unit, is_recomputed))  # pyright: ignore[reportArgumentType]
                 self._wholes[buffer_of(whole)] = len(self._sources)
                 self._sources.append(parameter)
-            self._replaced.append((registry, name, parameter))
-            registry[name] = whole
+            self._swapped.put(registry, name, whole)
         reshard = not is_outermost(module) if unit.reshard is None else unit.reshard
         drops = unit.stage == 3 and reshard and not is_recomputed and torch.is_grad_enabled()
         # Under other saved-tensors hooks (checkpointing) nothing is stored from forward to backward anyway, and these would not nest.
@@ -286,8 +286,7 @@ class _Call:
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None  # breaks a reference cycle, which would keep gathered parameters alive after the graph
-        for registry, name, parameter in self._replaced:
-            registry[name] = parameter
+        self._swapped.restore()
         self._wholes.clear()
 
     def fenced(self, result: Any) -> Any:

@@ -2,6 +2,14 @@
 
 A serialized executable has two parts. The call is a pickle of jax's own data (types, layouts, pytrees of arguments and results). The
 executable itself is serialized by XLA. Reading either part can execute code: see docs/security.md.
+
+Note [Collectives that lose their order]
+    XLA:CPU runs independent operations of a device at the same time, but its collectives one after the other, in the same order on all
+    devices. An executable that was serialized and read again keeps this order only within one computation: the body of each loop and
+    each branch gets an order of its own (`CreateResourceFromProto` is called for each sequence of `thunk_proto_serdes.cc`). Then some
+    devices wait in a loop's collective, and others in one outside it. After 40 s XLA ends the process. A training step of a Llama with
+    four layers in a loop, over 8 devices, did so in each of 6 processes that read it, and in none of 9 that compiled it. So such
+    executables are not written to files; a later process compiles the program again.
 """
 
 from __future__ import annotations
@@ -33,6 +41,11 @@ _ROOTS = ("jax", "jaxlib", "ml_dtypes", "numpy")
 _BUILTINS = frozenset(("complex", "dict", "frozenset", "list", "set", "slice", "tuple"))
 
 
+_COLLECTIVES = frozenset(
+    f"k{kind}{part}"
+    for kind in ("AllGather", "AllReduce", "AllToAll", "CollectiveBroadcast", "CollectivePermute", "RaggedAllToAll", "ReduceScatter")
+    for part in ("", "Start")
+)
 _primitives: dict[int, Primitive] = {}  # primitives defined by jax and this package, by id
 
 
@@ -48,6 +61,19 @@ def is_known_primitive(primitive: Primitive) -> bool:
 def compile_options_text(client: Any) -> bytes:
     """The serialized compiler options that result from the present settings and environment."""
     return _get_compile_options(num_replicas=1, num_partitions=1, backend=client).SerializeAsString()
+
+
+def is_in_order_when_read(executable: Any) -> bool:
+    """Whether a serialized executable would run its collectives in one order. See Note [Collectives that lose their order].
+
+    Args:
+        executable: jaxlib's executable.
+    """
+    devices = executable.local_devices()
+    if devices[0].platform != "cpu" or len(devices) == jax.process_count() == 1:
+        return True
+    computations = executable.hlo_modules()[0].computations()
+    return sum(any(i.opcode.name in _COLLECTIVES for i in computation.instructions()) for computation in computations) < 2
 
 
 class _Pickler(pickle.Pickler):
@@ -157,6 +183,7 @@ __all__ = [
     "Written",
     "compile_options_text",
     "device_ids",
+    "is_in_order_when_read",
     "is_known_primitive",
     "loaded",
     "packed_call",

@@ -5,7 +5,8 @@ The files in the folder are executed. So the folder must belong to this user, an
 The name of a file is jax's cache key (program, options, versions, devices). There is a subfolder for each kind of machine, since a
 program for a CPU uses the instructions of this CPU. A file contains its checksum, is written under a temporary name first, and is
 removed if it is damaged. If all files together are too large, the least recently read ones are removed. A failure of the cache
-never fails a compilation.
+never fails a compilation. Programs that could hang when they are read are not cached, in jax's own caches neither: see
+Note [Collectives that lose their order] in `_jax_executables`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import CacheInterface
+from spmd.base._jax_executables import is_in_order_when_read
 from spmd.patches._table import current, replace
 
 WORTH_KEEPING_S = 0.01  # programs that compile in less time are not cached: the smallest takes 3 ms to read
 _PUTS_PER_SCAN = 64  # other processes write to the folder too
 _MAGIC = b"spmd program 1\n"
-_ENDING = ".program"
+_ENDING = ".executable"
 _MACHINE = "machine-"
 _GET_FILE_CACHE = "jax._src.compilation_cache.get_file_cache"
+_PUT = "jax._src.compilation_cache.put_executable_and_time"
 _folders: dict[str, ProgramFiles] = {}
 _thread = threading.local()
 _log = logging.getLogger("spmd.compile")
@@ -247,7 +250,19 @@ def get_file_cache(path: str) -> tuple[CacheInterface, str] | None:
     return None if found is None else (_RecordingCache(found[0]), found[1])
 
 
+_put = current(_PUT)
+
+
+def put_executable_and_time(cache_key: str, module_name: str, executable: Any, backend: Any, compile_time: int) -> None:
+    """Replaces jax's function: executables that could hang when they are read are not cached."""
+    if is_in_order_when_read(executable):
+        _put(cache_key, module_name, executable, backend, compile_time)
+    else:
+        _log.debug("%s is not cached: it has collectives in a loop and outside it, and could hang when it is read", module_name)
+
+
 replace(_GET_FILE_CACHE, get_file_cache)
+replace(_PUT, put_executable_and_time)
 
 __all__ = [
     "WORTH_KEEPING_S",

@@ -3,11 +3,15 @@
 reader.want(number, sharding)       # while the state is compared
 reader.read()                       # then all at once; raises before anything has changed
 reader.sharded(number, sharding)    # a jax.Array
+
+Each request is answered once. The bytes of an array are freed with its last answer, so that a state that is restored array by array is
+not in memory a second time at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +43,7 @@ class Reader:
     manifest: Manifest
     store: _files.Store
     _wanted: dict[int, dict[Box, Any]] = field(default_factory=dict[int, dict[Box, Any]])
+    _open: Counter[int] = field(default_factory=Counter[int])  # requests that are not answered yet, by the array's number
     bytes_read: int = 0
 
     def entry(self, number: int) -> ArrayEntry:
@@ -56,6 +61,7 @@ class Reader:
         shape = self.entry(number).shape
         boxes = [whole(shape)] if sharding is None else boxes_on(sharding, shape)
         self._wanted.setdefault(number, {}).update(dict.fromkeys(boxes))
+        self._open[number] += 1
 
     def read(self) -> None:
         """Read everything that was requested.
@@ -104,21 +110,26 @@ class Reader:
             wanted[box] = values
 
     def whole(self, number: int) -> np.ndarray[Any, Any]:
-        """Read one array now, without `want` and `read`. The result is not kept."""
+        """Read one array now, without `want` and `read`."""
         self.want(number, None)
         for job in self._jobs(number):
             self._read_piece(*job)
-        return self._wanted.pop(number)[whole(self.entry(number).shape)]
+        return self.host(number)
 
     def host(self, number: int) -> np.ndarray[Any, Any]:
         """A whole array that was read, on the host."""
-        return self._wanted[number][whole(self.entry(number).shape)]
+        return self._answer(number)[whole(self.entry(number).shape)]
 
     def sharded(self, number: int, sharding: jax.sharding.Sharding, dtype: np.dtype[Any] | None = None) -> jax.Array:
         """An array that was read, on this process's devices; converted to `dtype` unless it is None."""
-        entry, parts = self.entry(number), self._wanted[number]
+        entry, parts = self.entry(number), self._answer(number)
         values = {box: parts[box] for box in boxes_on(sharding, entry.shape)}
         return assembled(sharding, entry.shape, values, numpy_dtype(entry.dtype) if dtype is None else dtype)
+
+    def _answer(self, number: int) -> Mapping[Box, Any]:
+        """The values of an array, for one request. They are not kept after the last one."""
+        self._open[number] -= 1
+        return self._wanted[number] if self._open[number] else self._wanted.pop(number)
 
 
 __all__ = ["Reader"]

@@ -59,9 +59,8 @@ _PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.o
 _SIZE_READS, _SIZES_READ = "spmd/program/sizes/_size_reads.py", "spmd.program.sizes._size_reads.sizes_read"
 _RECOMPUTE = "spmd.program.flow._remat.barrier_on_recompute"
 _CONSTRAINTS, _WITHOUT_BRANCHES = "spmd/patches/_constraints.py", "spmd.patches._constraints.without_branches"
-_UNINSTALL = "spmd.compat.torch_xla.uninstall"
 _TRAIN_ON, _ACCELERATE, _TRAINER = "spmd.huggingface.train_on", "spmd/huggingface/_accelerate.py", "spmd/huggingface/_trainer.py"
-_LOADED = "spmd/huggingface/_from_pretrained.py"
+_UNINSTALL, _LOADED = "spmd.compat.torch_xla.uninstall", "spmd/huggingface/_from_pretrained.py"
 _BAGS = (
     "input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx"
 )
@@ -78,6 +77,12 @@ PATCHES: tuple[Patch, ...] = (
         "compiled programs are cached in files with checksums and a size limit, in folders that only one user can write to",
         "spmd/base/_program_files.py",
         parameters="path",
+    ),
+    Patch(
+        "jax._src.compilation_cache.put_executable_and_time",
+        "programs for several CPU devices that could hang when they are read from a file are not cached",
+        "spmd/base/_program_files.py",
+        parameters="cache_key, module_name, executable, backend, compile_time",
     ),
     # modules and functions
     Patch(

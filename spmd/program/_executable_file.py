@@ -28,7 +28,7 @@ import torch
 
 from mesh.job._join import job, program_environment
 from spmd.base._errors import SpmdError, message
-from spmd.base._jax_executables import Written, device_ids, packed_call, written
+from spmd.base._jax_executables import Written, device_ids, is_in_order_when_read, packed_call, written
 from spmd.base._program_files import machine_name
 from spmd.program.xla._cached_executables import CachedExecutable
 from spmd.program.xla._digest import code_digest
@@ -43,7 +43,8 @@ def save_executables(path: Path, name: str, programs: Iterable[Program], client:
     """Write the executables of these programs to `path` atomically: a failure leaves a file that was there unchanged.
 
     Raises:
-        SpmdError: a program calls back into Python, or this process is part of a job.
+        SpmdError: a program calls back into Python, or could hang once it is loaded (Note [Collectives that lose their order]), or this
+            process is part of a job.
     """
     _refuse_in_job(name, "saved")
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -51,13 +52,7 @@ def save_executables(path: Path, name: str, programs: Iterable[Program], client:
         with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             manifest: dict[str, Any] = {"format": _FORMAT, "name": name, "facts": _requirements(client), "programs": []}
             for number, program in enumerate(programs):
-                if program.digest is None:
-                    raise _not_saved(name, f"it contains {program.no_digest}")
-                try:
-                    call = packed_call(program.compiled)
-                except ValueError as error:
-                    raise _not_saved(name, str(error)) from error
-                executable = (program.compilation.read_from or written(program.compiled)).plain()
+                call, executable = _serialized(name, program)
                 parts = {f"program{number}.call": call, f"program{number}.bin": executable}
                 for part, content in parts.items():
                     archive.writestr(part, content)
@@ -68,6 +63,20 @@ def save_executables(path: Path, name: str, programs: Iterable[Program], client:
     except BaseException:
         os.unlink(unfinished)
         raise
+
+
+def _serialized(name: str, program: Program) -> tuple[bytes, bytes]:
+    """jax's data for calling a program's executable, and the executable."""
+    if program.digest is None:
+        raise _not_saved(name, f"it contains {program.no_digest}")
+    if not is_in_order_when_read(program.compiled.runtime_executable()):
+        why = "it has collectives in a loop and outside it, whose order XLA does not save on CPU devices: it could hang"
+        raise _not_saved(name, why, "spmd.compile(fn, roll=False), or let each process compile it")
+    try:
+        call = packed_call(program.compiled)
+    except ValueError as error:
+        raise _not_saved(name, str(error)) from error
+    return call, (program.compilation.read_from or written(program.compiled)).plain()
 
 
 def load_executables(path: Path, name: str, client: Any) -> dict[str, CachedExecutable]:
@@ -149,8 +158,8 @@ def _refuse_in_job(name: str, done: str) -> None:
         )
 
 
-def _not_saved(name: str, why: str) -> SpmdError:
-    return SpmdError(message(f"a program of {name} cannot be saved", why, fix="remove the Python callbacks from it"))
+def _not_saved(name: str, why: str, fix: str = "remove the Python callbacks from it") -> SpmdError:
+    return SpmdError(message(f"a program of {name} cannot be saved", why, fix=fix))
 
 
 def _invalid(path: Path, why: str) -> SpmdError:

@@ -24,6 +24,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._torch import CheckpointFrame, pytree
 from spmd.device._storage import recording
 from spmd.patches._table import replace
+from spmd.sharding._swapped_parameters import SwappedParameters
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -112,23 +113,21 @@ _active: ContextVar[tuple[tuple[torch.nn.Module, MixedPrecisionPolicy], ...]] = 
 def _computing(module: torch.nn.Module, policy: MixedPrecisionPolicy) -> Generator[None]:
     """While active, casts replace the parameters of `module` and of its submodules that have no policy of their own."""
     casts: dict[int, torch.Tensor] = {}  # a tied weight is cast once
-    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    swapped = SwappedParameters()
     if policy.param_dtype is not None:
         for holder in _governed(module):
             for name, p in list(holder._parameters.items()):
                 if p is not None and p.is_floating_point() and p.dtype != policy.param_dtype:
                     if id(p) not in casts:
                         casts[id(p)] = p.to(policy.param_dtype)
-                    swapped.append((holder._parameters, name, p))
-                    holder._parameters[name] = casts[id(p)]  # pyright: ignore[reportArgumentType]
+                    swapped.put(holder._parameters, name, casts[id(p)])
     sum_gradients_wide(policy.param_dtype, policy.reduce_dtype)
     token = _active.set((*_active.get(), (module, policy)))
     try:
         yield
     finally:
         _active.reset(token)
-        for parameters, name, p in swapped:
-            parameters[name] = p
+        swapped.restore()
 
 
 def _governed(module: torch.nn.Module) -> Sequence[torch.nn.Module]:

@@ -2,10 +2,12 @@
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from jax.experimental.compilation_cache import compilation_cache
@@ -70,7 +72,7 @@ def test_the_next_process_compiles_nothing_and_nobody_asked_for_it(tmp_path: Pat
     hits, misses = run(tmp_path).split()  # the step, and small programs of the optimizer's state
     assert int(misses) >= 1
     assert hits == "0"
-    (program,) = (tmp_path / "spmd").glob("machine-*/*step*.program")
+    (program,) = (tmp_path / "spmd").glob("machine-*/*step*.executable")
     assert (tmp_path / "spmd").stat().st_mode & 0o777 == 0o700
     assert program.stat().st_mode & 0o777 == 0o600
     assert run(tmp_path) == f"{misses} 0"
@@ -97,7 +99,7 @@ def test_the_programs_that_nobody_used_for_longest_go_first(tmp_path: Path) -> N
     files = ProgramFiles(tmp_path, 300)
     for age, key in ((30, "first"), (20, "second"), (10, "third")):
         files.put(key, b"x" * 40)
-        (file,) = tmp_path.glob(f"machine-*/{key}.program")
+        (file,) = tmp_path.glob(f"machine-*/{key}.executable")
         os.utime(file, (time.time() - age,) * 2)
     assert files.get("first") is not None
     files.put("fourth", b"x" * 40)
@@ -147,12 +149,12 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: p
 def test_programs_lie_in_the_folder_that_is_configured_until_none_are_kept(tmp_path: Path, kept: None) -> None:
     assert spmd.configure(cache_dir=tmp_path / "programs").cache_dir == tmp_path / "programs"
     spmd.compile(lambda x: x.sin() * 7)(torch.ones(11, device="jax"))
-    programs = list((tmp_path / "programs").glob("*/*lambda*.program"))
+    programs = list((tmp_path / "programs").glob("*/*lambda*.executable"))
     assert programs
     assert spmd.configure(cache_max_bytes=1 << 20).cache_dir == tmp_path / "programs"
     assert spmd.configure(cache_dir=False).cache_dir is False
     spmd.compile(lambda x: x.sin() * 9)(torch.ones(11, device="jax"))
-    assert list((tmp_path / "programs").glob("*/*lambda*.program")) == programs
+    assert list((tmp_path / "programs").glob("*/*lambda*.executable")) == programs
 
 
 def test_a_program_is_the_same_read_back(tmp_path: Path, kept: None) -> None:
@@ -163,7 +165,40 @@ def test_a_program_is_the_same_read_back(tmp_path: Path, kept: None) -> None:
         made.append(([y.cpu().tolist() for y in step(x)], step.hlo(), step.memory()))
         jax.clear_caches()
     assert made[0] == made[1]
-    assert len(list(tmp_path.glob("*/*lambda*.program"))) == 1
+    assert len(list(tmp_path.glob("*/*lambda*.executable"))) == 1
+
+
+def summed(x: Any) -> Any:
+    return jax.lax.psum(x, "data") / 8
+
+
+def looped(body: Callable[[Any], Any], x: Any) -> Any:
+    return jax.lax.fori_loop(0, 5, lambda _, carry: jnp.tanh(body(carry)), x)
+
+
+COLLECTIVES = {  # name: a program for eight devices, and whether it may be cached
+    "outside a loop": (lambda x: summed(looped(jnp.sin, x)), True),
+    "in a loop": (lambda x: looped(summed, x), True),
+    "in a loop and outside": (lambda x: summed(looped(summed, x)), False),
+    "in two loops": (lambda x: looped(summed, looped(summed, x) + 1), False),
+    "in a branch and outside": (lambda x: summed(jax.lax.cond(summed(x)[0] > 0, summed, jnp.sin, x)), False),
+}
+
+
+@pytest.mark.parametrize("where", COLLECTIVES)
+def test_a_program_whose_collectives_would_lose_their_order_is_not_kept(where: str, tmp_path: Path, kept: None) -> None:
+    """See Note [Collectives that lose their order]: it hung when it was read. That holds for programs of jax alone too."""
+    fn, is_kept = COLLECTIVES[where]
+    spmd.configure(cache_dir=tmp_path)
+    grid = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("data")
+
+    def collective(x: Any) -> Any:
+        return fn(x)
+
+    step = jax.jit(jax.shard_map(collective, mesh=grid, in_specs=split, out_specs=split, check_vma=False))
+    step(jnp.ones(64)).block_until_ready()
+    assert bool(list(tmp_path.glob("*/*collective*"))) is is_kept
 
 
 def test_a_folder_that_the_program_gave_to_jax_is_left_to_jax(tmp_path: Path) -> None:

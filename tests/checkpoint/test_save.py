@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import tracemalloc
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,31 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, mesh_4x2: mesh.Mesh) -> 
     checkpoint.save(tmp_path, 1, training.state, wait=True)
     whole = checkpoint.restore(tmp_path, training.state).bytes_read
     assert checkpoint.restore(tmp_path, {"model": training.model}).bytes_read < whole / 2
+
+
+class Watched:
+    """Notes how many bytes numpy holds when it is restored."""
+
+    held = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held = tracemalloc.get_traced_memory()[0]
+
+
+def test_what_is_restored_is_freed_at_once(tmp_path: Path) -> None:
+    tensors, watched = {str(i): torch.full((50_000,), float(i)) for i in range(20)}, Watched()
+    checkpoint.save(tmp_path, 1, {"tensors": tensors, "watched": watched}, wait=True)
+    tracemalloc.start()
+    try:
+        checkpoint.restore(tmp_path, {"tensors": tensors, "watched": watched})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak > 4_000_000  # all was read before the first tensor changed
+    assert watched.held < 1_000_000
 
 
 @pytest.mark.parametrize(

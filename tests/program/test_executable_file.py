@@ -67,10 +67,10 @@ def compilations() -> Generator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-def trained(**options: Any) -> tuple[Any, nn.Module, Callable[[], torch.Tensor]]:
+def trained(shape: tuple[int, int] = (4, 2), **options: Any) -> tuple[Any, nn.Module, Callable[[], torch.Tensor]]:
     """A step that draws and counts, its model, and batches over a mesh."""
     torch.manual_seed(1)
-    grid = mesh.Mesh(range(8), (4, 2), ("data", "model"))
+    grid = mesh.Mesh(range(shape[0] * shape[1]), shape, ("data", "model"))
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25), nn.GELU()) for _ in range(4)]
     model = nn.Sequential(*layers, nn.BatchNorm1d(8)).to("jax")
     for layer in layers:
@@ -82,11 +82,14 @@ def trained(**options: Any) -> tuple[Any, nn.Module, Callable[[], torch.Tensor]]
         return descend(model, optimizer, x)
 
     steps = options.get("steps_per_call", 1)
-    shape, spec = ((16, 8), ("data", None)) if steps == 1 else ((steps, 16, 8), (None, "data", None))
-    return train_step, model, lambda: spmd.mark_sharding(torch.rand(shape).to("jax"), grid, spec)
+    sizes, spec = ((16, 8), ("data", None)) if steps == 1 else ((steps, 16, 8), (None, "data", None))
+    return train_step, model, lambda: spmd.mark_sharding(torch.rand(sizes).to("jax"), grid, spec)
 
 
-@pytest.mark.parametrize("options", [{}, {"roll": True}, {"steps_per_call": 3}, {"keep_grads": True}, {"debug_nans": True}], ids=str)
+LOOPS: list[dict[str, Any]] = [{"roll": True, "shape": (1, 1)}, {"steps_per_call": 3, "shape": (1, 1)}]  # see the test of what is refused
+
+
+@pytest.mark.parametrize("options", [{}, *LOOPS, {"keep_grads": True}, {"debug_nans": True}], ids=str)
 def test_a_loaded_program_is_found_by_the_trace_and_computes_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     step, model, batch = trained(**options)
     batches = [batch() for _ in range(3)]
@@ -244,6 +247,15 @@ def test_a_program_that_calls_back_into_python_is_refused_and_writes_nothing(tmp
     step = spmd.compile(lambda x: spmd.call_jax(looked_up, (x,)))
     step(torch.ones(3, device="jax")).tolist()
     with pytest.raises(spmd.SpmdError, match=r"a program of <lambda> cannot be saved\n  it contains "):
+        step.save(tmp_path / "step")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"roll": True}, {"steps_per_call": 3}], ids=str)
+def test_a_program_that_could_hang_once_it_is_loaded_is_refused_and_writes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    step, _, batch = trained(**options)
+    step(batch()).tolist()
+    with pytest.raises(spmd.SpmdError, match=r"a program of train_step cannot be saved\n  it has collectives in a loop and outside it"):
         step.save(tmp_path / "step")
     assert not list(tmp_path.iterdir())
 

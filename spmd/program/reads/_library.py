@@ -77,6 +77,7 @@ _RECORDED = (  # parts of libraries that are instrumented
     *("torch.amp.autocast_mode", "torch.autograd.grad_mode"),
     *("torch.utils.data.dataset", "torch.utils.data.sampler"),
     *("einops.layers", "einx.nn", "contextlib", "queue", "string", "glob", "pkgutil", "shelve", "dbm"),
+    "spmd.sharding._swapped_parameters",
 )
 
 
