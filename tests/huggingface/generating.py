@@ -51,10 +51,11 @@ FAMILIES = list(_MAKERS)
 
 @functools.cache
 def host_model(family: str) -> Any:
-    """On the CPU."""
+    """On the CPU. The caller's random stream goes on as if the model had been there already."""
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
-    return _MAKERS[family]().eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _MAKERS[family]().eval()
 
 
 @functools.cache
