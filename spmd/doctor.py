@@ -114,7 +114,7 @@ def check_host(num_cores: int, memory_bytes: int | None) -> Check:
 
 def check_cached_programs(folder: Path) -> Check:
     """Report number and total size of the compiled programs in a cache folder."""
-    sizes = [file.stat().st_size for file in folder.glob("machine-*/*.executable")]
+    sizes = [file.stat().st_size for file in folder.glob("machine-*/*.program")]
     return Check(name="cached programs", found=f"{len(sizes)} in {folder}, {sum(sizes) / 2**20:.1f} MiB")
 
 

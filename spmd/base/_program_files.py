@@ -36,8 +36,9 @@ from spmd.patches._table import current, replace
 WORTH_KEEPING_S = 0.01  # programs that compile in less time are not cached: the smallest takes 3 ms to read
 _PUTS_PER_SCAN = 64  # other processes write to the folder too
 _MAGIC = b"spmd program 1\n"
-_ENDING = ".executable"
+_ENDING = ".program"
 _MACHINE = "machine-"
+_FORM = "2"  # of a machine's folder. 1: it could contain programs that hang when they are read
 _GET_FILE_CACHE = "jax._src.compilation_cache.get_file_cache"
 _PUT = "jax._src.compilation_cache.put_executable_and_time"
 _folders: dict[str, ProgramFiles] = {}
@@ -157,7 +158,7 @@ def _require_own(folder: Path) -> None:
 @lru_cache(maxsize=1)
 def machine_name() -> str:
     """A folder name shared by machines whose CPU has the same model and instructions."""
-    facts = [platform.machine(), platform.system()]
+    facts = [_FORM, platform.machine(), platform.system()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         facts += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})

@@ -71,7 +71,7 @@ def _serialized(name: str, program: Program) -> tuple[bytes, bytes]:
         raise _not_saved(name, f"it contains {program.no_digest}")
     if not is_in_order_when_read(program.compiled.runtime_executable()):
         why = "it has collectives in a loop and outside it, whose order XLA does not save on CPU devices: it could hang"
-        raise _not_saved(name, why, "spmd.compile(fn, roll=False), or let each process compile it")
+        raise _not_saved(name, why, "let each process compile it; if it is rolled, spmd.compile(fn, roll=False)")
     try:
         call = packed_call(program.compiled)
     except ValueError as error:

@@ -72,7 +72,7 @@ def test_the_next_process_compiles_nothing_and_nobody_asked_for_it(tmp_path: Pat
     hits, misses = run(tmp_path).split()  # the step, and small programs of the optimizer's state
     assert int(misses) >= 1
     assert hits == "0"
-    (program,) = (tmp_path / "spmd").glob("machine-*/*step*.executable")
+    (program,) = (tmp_path / "spmd").glob("machine-*/*step*.program")
     assert (tmp_path / "spmd").stat().st_mode & 0o777 == 0o700
     assert program.stat().st_mode & 0o777 == 0o600
     assert run(tmp_path) == f"{misses} 0"
@@ -99,7 +99,7 @@ def test_the_programs_that_nobody_used_for_longest_go_first(tmp_path: Path) -> N
     files = ProgramFiles(tmp_path, 300)
     for age, key in ((30, "first"), (20, "second"), (10, "third")):
         files.put(key, b"x" * 40)
-        (file,) = tmp_path.glob(f"machine-*/{key}.executable")
+        (file,) = tmp_path.glob(f"machine-*/{key}.program")
         os.utime(file, (time.time() - age,) * 2)
     assert files.get("first") is not None
     files.put("fourth", b"x" * 40)
@@ -149,12 +149,12 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: p
 def test_programs_lie_in_the_folder_that_is_configured_until_none_are_kept(tmp_path: Path, kept: None) -> None:
     assert spmd.configure(cache_dir=tmp_path / "programs").cache_dir == tmp_path / "programs"
     spmd.compile(lambda x: x.sin() * 7)(torch.ones(11, device="jax"))
-    programs = list((tmp_path / "programs").glob("*/*lambda*.executable"))
+    programs = list((tmp_path / "programs").glob("*/*lambda*.program"))
     assert programs
     assert spmd.configure(cache_max_bytes=1 << 20).cache_dir == tmp_path / "programs"
     assert spmd.configure(cache_dir=False).cache_dir is False
     spmd.compile(lambda x: x.sin() * 9)(torch.ones(11, device="jax"))
-    assert list((tmp_path / "programs").glob("*/*lambda*.executable")) == programs
+    assert list((tmp_path / "programs").glob("*/*lambda*.program")) == programs
 
 
 def test_a_program_is_the_same_read_back(tmp_path: Path, kept: None) -> None:
@@ -165,7 +165,7 @@ def test_a_program_is_the_same_read_back(tmp_path: Path, kept: None) -> None:
         made.append(([y.cpu().tolist() for y in step(x)], step.hlo(), step.memory()))
         jax.clear_caches()
     assert made[0] == made[1]
-    assert len(list(tmp_path.glob("*/*lambda*.executable"))) == 1
+    assert len(list(tmp_path.glob("*/*lambda*.program"))) == 1
 
 
 def summed(x: Any) -> Any:

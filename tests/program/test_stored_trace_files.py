@@ -122,7 +122,7 @@ def test_a_damaged_record_is_not_used(tmp_path: Path) -> None:
 
 def test_a_record_without_its_executable_is_not_used(tmp_path: Path) -> None:
     first = run(tmp_path, LOSSES)
-    for file in (tmp_path / "cache").rglob("*.executable"):
+    for file in (tmp_path / "cache").rglob("*.program"):
         if not file.name.startswith("trace-"):
             file.unlink()
     assert run(tmp_path, LOSSES) == first
