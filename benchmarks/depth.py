@@ -11,6 +11,7 @@ HLO; bytes of temporaries and of collectives per device; and the median step tim
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def grid_of(task: Task) -> Any:
     if not topology:
         mesh.virtual_devices(8)
     axes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    return mesh.Mesh(range(8), tuple(axes.values()), tuple(axes), **({"topology": topology} if topology else {}))
+    return mesh.Mesh(range(math.prod(axes.values())), tuple(axes.values()), tuple(axes), **({"topology": topology} if topology else {}))
 
 
 def timed_steps(step: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> float:

@@ -392,6 +392,8 @@ class Adapter:
                 position, is_tensor = self.accepts[name], isinstance(item, torch.Tensor | torch.SymFloat)
                 if is_tensor or self.is_dynamic(position, item):
                     takes_part = name in chosen if chosen else True
+                    # an input of the program that stands for a number has 64 bits; torch converts the number to the operands' dtype
+                    takes_part |= isinstance(item, torch.SymFloat) and promoted.is_floating_point
                     compute.append(dtype if (is_tensor or self.is_tensor[position]) and takes_part else None)
         assert len(compute) == count, f"{self.op}: {len(compute)} operands described, {count} placed"
         return compute

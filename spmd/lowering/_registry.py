@@ -336,11 +336,13 @@ def is_static(number: Any) -> bool:
 
 
 def scaled(array: Any, factor: Any) -> Any:
-    """`array * factor`, without a multiplication if the factor is the Python number 1. For integers the factor is its integer part."""
-    if (
-        isinstance(array, jnp.ndarray)
-        and jnp.issubdtype(array.dtype, jnp.integer)
-        and jnp.issubdtype(jnp.result_type(factor), jnp.floating)
-    ):
-        factor = jnp.asarray(factor).astype(array.dtype)
+    """`array * factor`, without a multiplication if the factor is the Python number 1. For integers the factor is its integer part.
+
+    A real factor that is an input of the program has 64 bits. Floats take it in 32 bits at least and in those of `array`, as in torch.
+    """
+    if isinstance(array, jnp.ndarray) and jnp.issubdtype(jnp.result_type(factor), jnp.floating):
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            factor = jnp.asarray(factor).astype(array.dtype)
+        elif jnp.issubdtype(array.dtype, jnp.floating) and not is_static(factor):
+            factor = factor.astype(jnp.promote_types(array.dtype, jnp.float32))
     return array if is_static(factor) and factor == 1 else mul(array, factor)

@@ -263,6 +263,7 @@ def rrelu_with_noise(
 ) -> Any:
     """(out, new noise). Negative elements are multiplied by slopes from [lower, upper), which `noise` keeps for the backward."""
     x = wide(self)
+    lower, upper = (jnp.asarray(bound, x.dtype) for bound in (lower, upper))
     if not training:
         return jnp.where(x >= 0, x, x * ((lower + upper) / 2)), None
     drawn = _uniform_of(key, self) * (upper - lower) + lower
@@ -282,4 +283,5 @@ def rrelu_with_noise_functional(
 def rrelu_with_noise_backward(grad_output: Any, self: Any, noise: Any, lower: Any, upper: Any, training: bool, self_is_result: bool) -> Any:
     if training:
         return wide(grad_output) * wide(noise)
-    return jnp.where(self > 0, wide(grad_output), wide(grad_output) * ((lower + upper) / 2))
+    gradient = wide(grad_output)
+    return jnp.where(self > 0, gradient, gradient * jnp.asarray((lower + upper) / 2, gradient.dtype))

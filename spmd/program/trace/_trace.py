@@ -128,6 +128,7 @@ class FunctionLeft:
     num_outputs: int = 0
 
 
+_IN_C = ("scalar.isIntegral", "of Varying", "symbolic float")  # in errors of torch's C++ that are of numbers
 _OF_NUMBERS = ("'int' object has no attribute", "'float' object has no attribute")
 _PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     report_compiling,
@@ -268,9 +269,9 @@ class Trace:
             return
         if isinstance(error, TraceError) and recorder.knows_counts():
             raise CountsNeeded from error
-        if isinstance(error, RuntimeError) and not any(words in text for words in ("scalar.isIntegral", "of Varying")):  # C++, of a size
+        if isinstance(error, RuntimeError) and not any(words in text for words in _IN_C):  # C++, of a size
             return
-        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode"))
+        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode", "symbolic float"))
         if isinstance(error, AttributeError):  # a method of int or float
             if names_number and recorder.knows_counts():
                 raise CountsNeeded from error
