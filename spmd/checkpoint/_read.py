@@ -10,6 +10,7 @@ not in memory a second time at the end.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mesh.platform._allocator import mapped_memory
 from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _files
 from spmd.checkpoint._boxes import Box, whole
@@ -28,6 +30,7 @@ from spmd.checkpoint._placement import assembled, boxes_on
 from spmd.checkpoint._tree import malformed, numpy_dtype
 
 _READERS = 4
+_LARGE = 2**16  # bytes, from which on an array has memory of its own
 
 
 @dataclass
@@ -81,7 +84,7 @@ class Reader:
         exact = {piece.box for piece in entry.pieces}
         for box in wanted:
             if box not in exact:
-                wanted[box] = np.empty(box.shape, dtype)
+                wanted[box] = _empty(box.shape, dtype)
         found: list[tuple[ArrayEntry, Piece, list[tuple[dict[Box, Any], Box]]]] = []
         for piece in entry.pieces:
             boxes = [(wanted, box) for box in wanted if box.overlap(piece.box) is not None]
@@ -93,7 +96,7 @@ class Reader:
         """Read and check one piece, and copy it to the boxes that overlap it. A box equal to the piece's is not copied."""
         boxed = [(wanted, box) for wanted, box in boxes if box != piece.box]
         exact = [(wanted, box) for wanted, box in boxes if box == piece.box]
-        values = np.empty(piece.box.shape, numpy_dtype(entry.dtype))
+        values = _empty(piece.box.shape, numpy_dtype(entry.dtype))
         octets = values.reshape(-1).view(np.uint8).data
         if self.store.read(self.manifest.files[piece.file].name, piece.offset, octets) != piece.crc32:
             raise CheckpointError(
@@ -130,6 +133,12 @@ class Reader:
         """The values of an array, for one request. They are not kept after the last one."""
         self._open[number] -= 1
         return self._wanted[number] if self._open[number] else self._wanted.pop(number)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A new array; a large one is given back to the kernel when it is freed. See Note [Memory that is given back]."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return np.frombuffer(mapped_memory(num_bytes), dtype).reshape(shape) if num_bytes >= _LARGE else np.empty(shape, dtype)
 
 
 __all__ = ["Reader"]
