@@ -218,7 +218,7 @@ def _multi_margin(x: Any, target: Any, p: Any, margin: Any, weight: Any) -> Any:
     picked = _is_target(x, target.reshape(-1))
     zero = jnp.zeros((), x.dtype)
     of_target = jnp.sum(jnp.where(picked, x, zero), 1, keepdims=True)
-    short = _positive_part(margin - of_target + x)
+    short = _positive_part(jnp.asarray(margin, x.dtype) - of_target + x)
     cost = jnp.where(picked, zero, short if p == 1 else short * short)
     if weight is not None:
         cost = cost * jnp.sum(jnp.where(picked, wide(weight)[None], zero), 1, keepdims=True)

@@ -27,17 +27,19 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "softplus": F.softplus,
     "threshold": lambda x, n: F.threshold(x, n, n),
     "hardshrink": F.hardshrink,
-}
-# C++ takes these as plain numbers, in the operation or in its derivative
-OF_EACH_VALUE: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "lerp": lambda x, n: torch.lerp(x, x * 2, n),
-    "addr": lambda x, n: torch.addr(x.view(30, 40), x[:30], x[:40], alpha=n, beta=n),
     "power": lambda x, n: x.abs() ** (n + 1),
     "celu": F.celu,
     "softshrink": F.softshrink,
-    "rrelu": lambda x, n: F.rrelu(x, n / 2, n, training=False),
     "dropout": lambda x, n: F.dropout(x, n) * 0,
     "huber_loss": lambda x, n: F.huber_loss(x, x * 2, delta=n, reduction="none"),
+    "multi_margin_loss": lambda x, n: F.multi_margin_loss(x.view(30, 40), torch.arange(30, device=x.device), margin=n),
+}
+# C++ takes these as plain numbers, in the operation or in its derivative
+OF_EACH_VALUE: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "addr": lambda x, n: torch.addr(x.view(30, 40), x[:30], x[:40], alpha=n, beta=n),
+    "cauchy_": lambda x, n: torch.empty_like(x).cauchy_(0, n) * x * 0,
+    "rrelu": lambda x, n: F.rrelu(x, n / 2, n, training=False),
 }
 
 

@@ -17,6 +17,7 @@ import torch
 
 from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
 from spmd.device._deferred import calling
+from spmd.program.reads._composed_functions import power_operand
 from spmd.program.reads._journal import Writes
 from spmd.program.reads._number_calls import identity_operand, known, require_known_name
 from spmd.program.reads._number_place import ABSENT
@@ -257,6 +258,10 @@ def _store_global(name: str) -> None:
         without_hooks(recording, recording.store_global, sys._getframe(1).f_globals, name)
 
 
+def _power(left: Any, right: Any) -> Any:
+    return power_operand(_operate(left, right), right)
+
+
 def _choice(condition: Any, enters_if: bool) -> Any:
     recording = _now.get(get_ident())
     return bool(condition) is enters_if if recording is None or recording.is_busy else recording.choose(condition, enters_if)
@@ -268,12 +273,15 @@ def _chosen(choice: Any, before: Any, after: Any) -> Any:
 
 
 _load_known_item = _item_hook("load_item")
+_operate = _replacing_hook("operate")
 _match_known = _replacing_hook("match_class")
 HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "delete_attr", "mutate", "iterate", "made_with_keys")},
     **{name: _item_hook(name) for name in ("store_item", "delete_item")},
     "load_item": _load_item,
-    **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "contains", "compare", "operate", "operate_in_place")},
+    **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "contains", "compare", "operate_in_place")},
+    "operate": _operate,
+    "power": _power,
     "match_class": _match_class,
     "load_attr": _load_attr,
     "special_method": _special_method,

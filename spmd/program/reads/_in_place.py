@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.program.reads._composed_functions import raised_in_place
 from spmd.program.reads._varying import Varying
 
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor")
@@ -28,9 +29,10 @@ class _InPlace:
 
 def _define(name: str) -> None:
     do = getattr(operator, f"i{name}" if hasattr(operator, f"i{name}") else f"i{name}_")
+    of_tensor = raised_in_place if name == "pow" else do
 
     def operate(self: _InPlace, number: Varying) -> Any:
-        return do(self.target, number.traced() if isinstance(self.target, torch.Tensor) else number.concrete())
+        return of_tensor(self.target, number.traced()) if isinstance(self.target, torch.Tensor) else do(self.target, number.concrete())
 
     setattr(_InPlace, f"__i{name}__", operate)
 

@@ -236,7 +236,8 @@ class Instrumenter:
             yield from self._operation("contains", at)
         elif op in ("BINARY_OP", "COMPARE_OP"):
             is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
-            yield from self._operation("operate_in_place" if is_in_place else "compare" if op == "COMPARE_OP" else "operate", at)
+            operation = "power" if arg is BinaryOp.POWER else "operate"
+            yield from self._operation("operate_in_place" if is_in_place else "compare" if op == "COMPARE_OP" else operation, at)
         elif op in TO_BOOL:
             yield from self._observe("test", copies(1), at)
         elif op in _READS_CONTENT:

@@ -24,8 +24,10 @@ from spmd.device._host_copies import held_of
 from spmd.device._number_arithmetic import chosen, converted, of_math
 from spmd.device._numbers import OF_MATH, NumberNode, is_of_host, needs_value, sample
 from spmd.device._storage import is_device_tensor
+from spmd.program.reads import _composed_draws, _composed_functions  # noqa: F401  # pyright: ignore[reportUnusedImport] - register
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._mapped_scalars import MappedScalar, as_scalar, is_mapped_scalar, takes_tensors, with_scalars
+from spmd.program.reads._number_arguments import composition
 
 _MOST = 64  # largest number of elements that `tensor` makes by one operation each
 CONVERSIONS = (builtins.float, builtins.int)
@@ -57,6 +59,8 @@ def is_lifted(value: Any) -> bool:
 
 def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The callable to use instead of `fn` with program numbers; `fn` itself if it takes them."""
+    if (composed := composition(fn)) is not None:
+        return partial(_by_composition, composed, fn)
     if fn is builtins.isinstance or fn is builtins.hasattr or fn is builtins.dir:  # answered for a Python number of the same type
         return lambda value, *rest: fn(sample(value) if is_scalar(value) else value, *rest)
     if fn is builtins.type:
@@ -87,6 +91,14 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(owner, torch.Tensor) and fn.__name__ == "where":
         return lambda condition, other: where(condition, owner, other)
     return with_known(fn) if needs_known(fn) or getattr(fn, "__name__", "") in _OF_SIZES else fn
+
+
+def _by_composition(composed: Callable[..., Any], fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    try:
+        return composed(*given, **options)
+    except NotImplementedError:
+        sizes, named = ([known(v) if type(v) in (list, tuple) else v for v in values] for values in (given, options.values()))
+        return fn(*sizes, **dict(zip(options, named, strict=True)))
 
 
 def is_converted(fn: Any, args: tuple[Any, ...]) -> bool:

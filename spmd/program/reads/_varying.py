@@ -27,6 +27,7 @@ import torch
 from spmd.base._errors import TraceAgain
 from spmd.device._numbers import is_of_host, lifted
 from spmd.device._storage import recording
+from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
 from spmd.program.reads._number_calls import CHOICES, for_numbers, is_lifted
@@ -263,14 +264,14 @@ for _name in ("__repr__", "__str__", "__format__"):  # no `__index__` and no `__
     _convert(_name)
 
 
-def _binary(name: str, fn: Callable[[Any, Any], Any]) -> None:
+def _binary(name: str, fn: Callable[[Any, Any], Any], of_tensors: Callable[[Any, Any], Any] | None = None) -> None:
     def of(self: Varying, other: Any, left: Any, right: Any) -> Any:
         if self.takes(other):
             return self.apply(fn, left, right)
         if isinstance(other, (torch.Tensor, torch.SymFloat, torch.SymInt, complex)):
             beside: Any = other if is_mapped_scalar(other) else None
             taken = (a.traced() if isinstance(a, Varying) else a for a in (left, right))
-            return fn(*(a if beside is None else as_scalar(a, beside) for a in taken))
+            return (of_tensors or fn)(*(a if beside is None else as_scalar(a, beside) for a in taken))
         return fn(*(a.concrete() if isinstance(a, Varying) else a for a in (left, right)))
 
     setattr(Varying, f"__{name}__", lambda self, other: of(self, other, self, other))
@@ -293,10 +294,10 @@ def _unary(name: str, fn: Callable[..., Any]) -> None:
     setattr(Varying, f"__{name}__", lambda self, *args: self.apply(fn, self, *args))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "and_", "or_", "xor"):
     _binary(_name.rstrip("_"), getattr(operator, _name))
-_binary("divmod", divmod)
-_binary("matmul", operator.matmul)
+for _name, _rest in {"pow": (operator.pow, raised), "divmod": (divmod,), "matmul": (operator.matmul,)}.items():
+    _binary(_name, *_rest)
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _comparison(_name, getattr(operator, _name))
 for _name, _fn in {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert, "round": round}.items():
@@ -429,7 +430,8 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     is_torch, is_numpy = _is_of("torch", fn), _is_of("numpy", fn)
     if not (is_torch or is_numpy) and not any(isinstance(a, Varying) for a in args):
         return None  # other functions treat a list of varying numbers like a list of any objects
-    is_of_program = is_torch or (fn in CHOICES and any(map(is_lifted, args)))
+    is_on_tensor = _is_operator(fn) and any(isinstance(a, torch.Tensor) for a in args)
+    is_of_program = is_torch or is_on_tensor or (fn in CHOICES and any(map(is_lifted, args)))
     take: Callable[[Varying], Any] = Varying.traced if is_of_program else Varying.concrete
 
     def taken(value: Any) -> Any:
@@ -443,6 +445,10 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     called = for_numbers(fn)
     take_item = Varying.concrete if called is fn else Varying.traced
     return lambda *given, **options: called(*map(taken, given), **{k: taken(v) for k, v in options.items()})
+
+
+def _is_operator(fn: Any) -> bool:
+    return fn is builtins.pow or getattr(fn, "__module__", None) == operator.add.__module__
 
 
 def _applied(number: Varying, fn: Any, /, *given: Any, **options: Any) -> Any:
@@ -463,7 +469,7 @@ def _first_varying(args: tuple[Any, ...]) -> Varying | None:
 
 def only_reads(fn: Any) -> bool:
     """Whether `fn` only computes from the numbers in a list or tuple, as `sum` does. Operators change or join lists."""
-    return _is_pure(fn) and getattr(fn, "__module__", None) != operator.add.__module__
+    return _is_pure(fn) and not _is_operator(fn)
 
 
 def _is_taken(fn: Any, first: Varying, number: Any) -> bool:

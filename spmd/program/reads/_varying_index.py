@@ -10,8 +10,10 @@ array that is read. The same holds for `schedule[i].item()` of a tensor on the C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from types import EllipsisType
+from functools import partial
+from types import BuiltinMethodType, EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from spmd.base._errors import TraceAgain
 from spmd.base._torch import DisableTorchFunctionSubclass, pytree
 from spmd.device._numbers import carried
 from spmd.device._storage import buffer_of, is_device_tensor, recording, wrap
-from spmd.program.reads._varying import Varying, fixed, is_varying
+from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _ALL = slice(None)
 _PYTHONS = (np.int64, np.float64)  # arithmetic with Python numbers gives the same values as their Python equivalents
 _AS_MASKS = (torch.bool, torch.uint8)
+_TOO_MANY = 64  # more dims than a tensor has: the key reads nothing, and torch's function raises its error
 
 
 class ViewNeeded(TraceAgain):
@@ -164,11 +167,27 @@ def _host_item(tensor: Any, key: Any) -> HostItem | None:
     return found
 
 
-def as_number(fn: Any, args: tuple[Any, ...]) -> Any:
-    """The callable to use instead of `float(item)` and `int(item)` of a `HostItem`, which gives a varying number; None for other calls."""
+def of_items(fn: Any, args: tuple[Any, ...], fixes_indices: bool) -> Callable[..., Any] | None:
+    """The callable to use instead of `float(item)` and `int(item)` of a `HostItem`, and of `narrow` and `select` at a varying index.
+
+    Args:
+        fixes_indices: whether a read at a varying index must give a view.
+    """
     if len(args) == 1 and type(args[0]) is HostItem and (fn is float or fn is int):
         return lambda item: item.number.apply(fn, item.number)
-    return None
+    if fixes_indices or not isinstance(fn, BuiltinMethodType) or fn.__name__ not in _KEYS or not any(map(is_varying, args)):
+        return None
+    keyed = _KEYS[fn.__name__]
+    if isinstance(fn.__self__, torch.Tensor):
+        return partial(_read, partial(keyed, fn.__self__), fn)
+    return partial(_read, keyed, fn) if fn is getattr(torch, fn.__name__) else None
+
+
+def _read(keyed: Callable[..., tuple[Any, Any]], fn: Any, *given: Any, **options: Any) -> Any:
+    found = read_at(*keyed(*given, **options))
+    if found is not None:
+        return found
+    return fn(*map(fixed_if_varying, given), **{name: fixed_if_varying(value) for name, value in options.items()})
 
 
 def _is_position(part: Any) -> bool:
@@ -234,4 +253,18 @@ def _rows(length: int, first: Varying, num: int) -> torch.Tensor | None:
         return wrap(value.astype(jnp.int64) + jnp.arange(num, dtype=jnp.int64))
 
 
-__all__ = ["ViewNeeded", "as_number", "may_vary", "read_at", "written_at"]
+def _narrowed(input: Any, dim: int, start: Any, length: Any) -> tuple[Any, Any]:
+    return input, (*_all_before(input, dim), slice(start, start + length))
+
+
+def _selected(input: Any, dim: int, index: Any) -> tuple[Any, Any]:
+    return input, (*_all_before(input, dim), index)
+
+
+def _all_before(tensor: Any, dim: Any) -> list[slice]:
+    return [_ALL] * (dim % tensor.dim()) if type(dim) is int and tensor.dim() else [_ALL] * _TOO_MANY
+
+
+_KEYS: dict[str, Callable[..., tuple[Any, Any]]] = {"narrow": _narrowed, "select": _selected}
+
+__all__ = ["ViewNeeded", "may_vary", "of_items", "read_at", "written_at"]

@@ -1,0 +1,98 @@
+"""Calls with a program number where torch's C++ takes a plain one.
+
+C++ converts a float argument (the probability of a dropout, the margin of a loss), and the Scalar of some derivatives (the exponent of a
+power), to a double. It would be a constant of the program, which is then valid for one value. So such a call is composed of
+operations that take tensors or Scalars (`_composed_functions`, `_composed_draws`). They compute the same, up to rounding, and draw the
+same random numbers. A composition raises NotImplementedError for a call that
+it does not compute (torch raises an error for it, or the number is at another place). Then torch's own function is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from spmd.base._torch import are_functorch_transforms_active
+from spmd.device._numbers import NumberNode, sample
+
+_METHODS = (BuiltinMethodType, MethodType)
+_composed: dict[int, Callable[..., Any]] = {}  # by id of torch's function
+_methods: dict[str, Callable[..., Any]] = {}  # by name of a tensor's method
+
+
+def composes(*functions: Any, method: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function, which has torch's signature, in the place of some functions and of a tensor's method."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def called(*given: Any, **options: Any) -> Any:
+            if len(given) > len(parameters) or not parameters.keys() >= options.keys():
+                raise NotImplementedError
+            return function(*given, **options)
+
+        for fn in (*functions, *([getattr(torch.Tensor, method)] if method else ())):
+            _composed[id(fn)] = called
+        if method:
+            _methods[method] = called
+        return called
+
+    return register
+
+
+def composition(fn: Any) -> Callable[..., Any] | None:
+    """The function that computes what `fn` computes, with program numbers; it may raise NotImplementedError. None if there is none."""
+    if isinstance(fn, _METHODS) and isinstance(fn.__self__, torch.Tensor):
+        found = _methods.get(fn.__name__)
+        return None if found is None else functools.partial(found, fn.__self__)
+    return _composed.get(id(fn))
+
+
+def require(*conditions: Any) -> None:
+    """Raise NotImplementedError unless all conditions hold. One that compares a program number is a branch of the program."""
+    if not all(conditions):
+        raise NotImplementedError
+
+
+def require_number(*values: Any) -> None:
+    """Raise NotImplementedError unless one of the values is a program number."""
+    require(any(map(_is_number, values)))
+
+
+def require_floats(*values: Any) -> None:
+    """Raise NotImplementedError unless all values are floating-point tensors on the device, and not in forward-mode differentiation.
+
+    There an exponent that is a tensor has a derivative of 0, and the logarithm of a negative base times 0 is NaN.
+    """
+    require(not are_functorch_transforms_active(), all(isinstance(v, torch.Tensor) for v in values))
+    require(*(v.device.type == "jax" and v.is_floating_point() and forward_ad.unpack_dual(v).tangent is None for v in values))
+
+
+def require_one_dtype(*values: Any) -> None:
+    """Raise NotImplementedError unless all values are floats of one dtype, and autocast, which would compute in another one, is off."""
+    require_floats(*values)
+    require(not torch.is_autocast_enabled("jax"), *(v.dtype == values[0].dtype for v in values))
+
+
+def as_tensor(number: Any, like: torch.Tensor) -> torch.Tensor:
+    """The number as a 0-dim tensor of the dtype that an operation of it with `like` has."""
+    return torch.full((), number, dtype=torch.result_type(like, sample(number) if _is_number(number) else number), device=like.device)
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is an int, Python's or the program's."""
+    return type(sample(value) if _is_number(value) else value) is int
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is torch.SymFloat and isinstance(value.node, NumberNode)
+
+
+__all__ = ["as_tensor", "composes", "composition", "is_int", "require", "require_floats", "require_number", "require_one_dtype"]
