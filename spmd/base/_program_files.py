@@ -18,7 +18,7 @@ import platform
 import stat
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,6 +95,14 @@ class ProgramFiles(CacheInterface):
         with suppress(OSError):
             os.utime(file)
         return value
+
+    def newest(self, keys: Sequence[str]) -> Any:
+        """The bytes under the key that was written or read last; None if there are none, or if they are damaged."""
+        times: list[tuple[float, str]] = []
+        for key in keys:
+            with suppress(OSError):
+                times.append(((self._path / (key + _ENDING)).stat().st_mtime, key))
+        return self.get(max(times)[1]) if times else None
 
     def has(self, key: str) -> bool:
         """Whether the cache has an entry for a key."""

@@ -250,7 +250,7 @@ class Step(CopiedStep, Generic[P, R]):
             with underway(f"tracing {self._name}" + (f" again: {failed.splitlines()[0]}" if failed else "")):
                 captured, prepare_s = self._traced(call, settings, store)
             trace_s = time.perf_counter() - start - prepare_s
-            making = Making([self._loaded.get], is_beside)
+            making = Making([self._loaded.get, store.begun.get], is_beside)
             with handlers_run():
                 program = Program(captured, call.buffers, self._options, self._name, (prepare_s, trace_s), making, store.found)
             captured.guarded.guards.drop_dead()

@@ -127,6 +127,8 @@ DRAWN: dict[str, Fn] = {
     "exponential_": lambda x, n: torch.empty_like(x).exponential_(n) * x,
     "log_normal_": lambda x, n: torch.empty_like(x).log_normal_(std=n) * x,
     "bernoulli_": lambda x, n: torch.empty_like(x).bernoulli_(n) * x,
+    "randint": lambda x, n: torch.randint(round(100 * n), (6, 8), device=x.device) * x,
+    "randint from": lambda x, n: torch.randint(-2, high=round(100 * n), size=(6, 8), dtype=torch.int32, device=x.device) * x,
 }
 
 
@@ -170,6 +172,7 @@ REFUSED: dict[str, Fn] = {
     "normal_": lambda x, n: torch.empty_like(x).normal_(0, -n),
     "uniform_": lambda x, n: torch.empty_like(x).uniform_(n, -n),
     "bernoulli_": lambda x, n: torch.empty_like(x).bernoulli_(4 * n),
+    "randint": lambda x, n: torch.randint(5, round(4 * n), (3,), device=x.device),
     "softshrink": lambda x, n: F.softshrink(x, -n),
     "triplet_margin_loss": lambda x, n: F.triplet_margin_loss(x, x, x, margin=-n),
     "narrow": lambda x, n: x.narrow(1, round(10 * n), 3),

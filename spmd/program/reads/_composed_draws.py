@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from spmd.program.reads._number_arguments import composes, require, require_floats, require_number
+from spmd.base._convert import exact_dtypes
+from spmd.device._generator import next_key
+from spmd.device._numbers import carried
+from spmd.device._storage import wrap
+from spmd.program.reads._number_arguments import composes, is_int, require, require_floats, require_number
 
 _DRAWN = (torch.float32, torch.float64)  # dtypes in which random numbers are drawn; others are drawn in float32
+_INT32 = torch.iinfo(torch.int32)
 _ALPHA = 1.7580993408473766  # of alpha dropout: SELU's lambda * alpha
 
 
@@ -170,3 +177,26 @@ def bernoulli_(self: torch.Tensor, p: Any = 0.5, *, generator: Any = None) -> to
     require_floats(self)
     require(p >= 0, p <= 1)
     return self.copy_(_random(self.shape, self, torch.rand, generator) < p)
+
+
+@composes(torch.randint)
+def randint(low: Any, high: Any = None, size: Any = None, *, generator: Any = None, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    """`torch.randint`, also in its form without `low`."""
+    if size is None and high is not None and not is_int(high):
+        low, high, size = 0, low, high
+    elif high is None:
+        low, high = 0, low
+    require_number(low, high)
+    if size is None:
+        raise NotImplementedError  # torch's own error
+    device = torch.get_default_device() if device is None else torch.device(device)
+    require(is_int(low), is_int(high), device.type == "jax")
+    require(low < high, low >= _INT32.min, high <= _INT32.max)  # the device draws others from 64 bits
+    with exact_dtypes():
+        key = jax.random.wrap_key_data(next_key(generator))
+        drawn = jax.random.randint(key, tuple(size), _bound(low), _bound(high), jnp.int32)
+        return wrap(drawn.astype(jnp.int64)).to(torch.int64 if dtype is None else dtype)
+
+
+def _bound(number: Any) -> jax.Array:
+    return jnp.asarray(carried(number) if type(number) is torch.SymFloat else number).astype(jnp.int64)

@@ -42,7 +42,7 @@ from spmd.program.stored._paths import Search
 from spmd.program.stored._pickled import NotHere, read, written
 from spmd.program.stored._surroundings import digest_of
 from spmd.program.trace._captured import Captured
-from spmd.program.xla._cached_executables import look_up
+from spmd.program.xla._cached_executables import CachedExecutable, look_up
 from spmd.program.xla._compilation import Compilation, CompileRequest, Lookup, Making
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class TraceStore:
         objects: the objects among the arguments that are compared by identity.
 
     Attributes:
+        begun: executables that other threads are reading already, by digest.
         found: the trace that `find` returned; None if there was none.
         messages: notes what is logged and warned of during a trace.
     """
@@ -138,6 +139,7 @@ class TraceStore:
         self._reachable: Any = None
         self._modules = set(sys.modules)
         self.messages = Messages()
+        self.begun: dict[str, CachedExecutable] = {}
         self.found: StoredTrace | None = None
 
     @staticmethod
@@ -162,7 +164,20 @@ class TraceStore:
         except Exception:  # of what a library or the program has put into a place that is described
             _log.debug("the trace of %s is not stored", name, exc_info=True)
             return TraceStore()
-        return TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call, objects)
+        store = TraceStore([f"trace-{key}-{i}" for i in range(_MOST)], fn, call, objects)
+        store._begin(client)
+        return store
+
+    def _begin(self, client: Any) -> None:
+        """Start reading the executable of the trace that was used last, while this thread prepares optimizers and compares the trace."""
+        files = files_in_use()
+        content = None if files is None else files.newest(self._keys)
+        if content is not None:
+            digest = _digest_and_trace(content)[0]
+            cached = look_up(digest)
+            if cached is not None:
+                cached.begin(client)
+                self.begun[digest] = cached
 
     @contextmanager
     def noted(self) -> Generator[None]:
@@ -191,11 +206,11 @@ class TraceStore:
     def _fits(self, content: bytes, lookups: Sequence[Lookup]) -> bool:
         """Whether a trace is valid here. If so, it is `found`."""
         try:
-            stored: StoredTrace = read(content, self._roots)
+            stored: StoredTrace = read(_digest_and_trace(content)[1], self._roots)
         except NotHere as error:
             _log.debug("a stored trace is of something else: %s", error)
             return False
-        if not any(lookup(stored.digest) is not None for lookup in (*lookups, look_up)):
+        if not any(lookup(stored.digest) is not None for lookup in (*lookups, self.begun.get, look_up)):
             return False
         kept = [(optimizer, dict(optimizer.state)) for optimizer, _ in self._reachable.prepared]
         reason: str | None = "it was not compared"
@@ -242,7 +257,7 @@ class TraceStore:
         except Exception:  # objects of the program are of any kind, and its calls go on without a stored trace
             _log.debug("the trace is not stored", exc_info=True)
         else:
-            files.put(self._place(files), content)
+            files.put(self._place(files), program.digest.encode() + b"\n" + content)
             _num_stored[self._keys[0]] += 1
         finally:
             captured.guarded.guards.added.clear()
@@ -266,6 +281,12 @@ class TraceStore:
     def _place(self, files: ProgramFiles) -> str:
         """The key for a new trace: a free one, or that of an earlier trace, which it replaces."""
         return next((key for key in self._keys if not files.has(key)), self._keys[time.time_ns() % _MOST])
+
+
+def _digest_and_trace(content: bytes) -> tuple[str, bytes]:
+    """The parts of a file: the digest of the trace's executable, and the record."""
+    digest, _, record = content.partition(b"\n")
+    return digest.decode("latin1"), record
 
 
 def _has_name(place: PartPlace) -> bool:
