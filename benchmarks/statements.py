@@ -122,6 +122,21 @@ def expressions() -> Iterator[Case]:
         yield Case("expressions", body, setup, _function("", f"return {body}"), (), change)
 
 
+def gradients() -> Iterator[Case]:
+    """The gradient of each expression."""
+
+    def setup(made: Space) -> None:
+        made["o"] = for_expressions(made["device"])
+        made["o"].t.requires_grad_()
+
+    def change(made: Space, i: int) -> None:
+        made["o"].n, made["o"].p = 1 + i % 3, 0.25 + 0.2 * i
+
+    for body in texts("expressions"):
+        source = _function(f"y = {body}", "return torch.autograd.grad((y * y).sum(), o.t)[0]")
+        yield Case("gradients", body, setup, source, (), change)
+
+
 def programs() -> Iterator[Case]:
     def setup(made: Space) -> None:
         made["o"] = for_programs(made["device"])
@@ -153,7 +168,7 @@ def training() -> Iterator[Case]:
 
 
 KINDS: dict[str, Callable[[], Iterator[Case]]] = {
-    kind.__name__: kind for kind in (reads, writes, attributes, updates, expressions, in_place, programs, training)
+    kind.__name__: kind for kind in (reads, writes, attributes, updates, expressions, gradients, in_place, programs, training)
 }
 
 

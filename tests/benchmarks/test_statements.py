@@ -8,7 +8,17 @@ import pytest
 
 from benchmarks.statements import KINDS, Case, outcome, texts
 
-EVERY = {"reads": 65, "writes": 35, "attributes": 15, "updates": 65, "expressions": 6, "in_place": 1, "programs": 3, "training": 2}
+EVERY = {
+    "reads": 65,
+    "writes": 35,
+    "attributes": 15,
+    "updates": 65,
+    "expressions": 6,
+    "gradients": 8,
+    "in_place": 1,
+    "programs": 3,
+    "training": 2,
+}
 ONCE_WRONG = {
     "attributes": (
         *("slots: object.__setattr__(o, 'k', o.k + 1)", "tensor: o.t = o.t + x", "partial: global o\no = make(); o.k += 1"),
