@@ -107,6 +107,17 @@ def test_the_programs_that_nobody_used_for_longest_go_first(tmp_path: Path) -> N
     assert other.exists()
 
 
+def test_the_newest_of_some_keys_is_the_one_that_was_written_or_read_last(tmp_path: Path) -> None:
+    files = ProgramFiles(tmp_path, 1 << 20)
+    assert files.newest(["a", "b"]) is None
+    for age, key in ((20, "a"), (30, "b"), (10, "c")):
+        files.put(key, key.encode())
+        (file,) = tmp_path.glob(f"machine-*/{key}.program")
+        os.utime(file, (time.time() - age,) * 2)
+    assert files.get("b") == b"b"
+    assert files.newest(["a", "b", "c", "missing"]) == b"b"
+
+
 def test_the_folder_is_not_read_for_every_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, scans, scan = ProgramFiles(tmp_path, 1000), [], ProgramFiles._drop_oldest
     monkeypatch.setattr(ProgramFiles, "_drop_oldest", lambda self: (scans.append(1), scan(self)))
