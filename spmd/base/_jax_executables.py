@@ -9,7 +9,7 @@ Note [Collectives that lose their order]
     each branch gets an order of its own (`CreateResourceFromProto` is called for each sequence of `thunk_proto_serdes.cc`). Then some
     devices wait in a loop's collective, and others in one outside it. After 40 s XLA ends the process. A training step of a Llama with
     four layers in a loop, over 8 devices, did so in each of 6 processes that read it, and in none of 9 that compiled it. So such
-    executables are not written to files; a later process compiles the program again.
+    executables are not written to files. The lowered program is, which a later process compiles without tracing and lowering.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from mesh.platform._jax_runtime import missing
 try:
     from jax._src.compilation_cache import decompress_executable, extract_executable_and_time
     from jax._src.compiler import get_compile_options as _get_compile_options
+    from jax._src.interpreters.mlir import make_ir_context as _make_ir_context
+    from jax._src.interpreters.mlir import module_to_bytecode as _module_to_bytecode
+    from jax._src.interpreters.pxla import MeshComputation as _MeshComputation
     from jax._src.interpreters.pxla import UnloadedMeshExecutable as _UnloadedMeshExecutable
     from jax._src.lib import _jax as _xla  # pyright: ignore[reportPrivateImportUsage]
     from jax._src.lib import lapack as _lapack  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir import ir as _ir  # pyright: ignore[reportPrivateImportUsage]
     from jax._src.named_sharding import UNSPECIFIED as unspecified
 except ImportError as error:
     raise missing(str(error)) from error
@@ -137,6 +141,37 @@ def unpacked(call: bytes, executable: Any, client: Any) -> Any:
     return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(info), out_tree, no_kwargs=no_kwargs)
 
 
+def packed_lowering(lowered: jax.stages.Lowered) -> bytes:
+    """Serialize a lowered program.
+
+    Raises:
+        ValueError: it calls back into Python, or closes over arrays.
+    """
+    lowering: Any = lowered._lowering
+    options = lowering.compile_args
+    if lowering.const_args or options["host_callbacks"] or options["keepalive"] or options["mut"]:
+        raise ValueError("it calls back into Python, or closes over arrays")
+    info, in_tree = jax.tree.flatten(lowered.args_info)
+    ids = [device.id for device in lowering._device_list]
+    made = lowering._name, lowering._donated_invars, lowering._platforms, lowering._compiler_options_kvs, ids
+    with io.BytesIO() as file:
+        content = _module_to_bytecode(lowering._hlo), made, options, info, in_tree, lowered.out_tree, lowered._no_kwargs
+        _Pickler(file, object(), options["backend"]).dump(content)
+        return file.getvalue()
+
+
+def unpacked_lowering(content: bytes, client: Any) -> jax.stages.Lowered:
+    """The lowered program that `packed_lowering` serialized."""
+    module, made, options, info, in_tree, out_tree, no_kwargs = _Unpickler(io.BytesIO(content), None, client).load()
+    name, donated, platforms, compiler_options, ids = made
+    with _make_ir_context():
+        hlo = _ir.Module.parse(module)
+    by_id = {device.id: device for device in client.devices()}
+    devices = tuple(by_id[number] for number in ids)
+    lowering = _MeshComputation(name, hlo, [], donated, platforms, compiler_options, devices, **options)
+    return jax.stages.Lowered(lowering, in_tree.unflatten(info), out_tree, no_kwargs)
+
+
 def device_ids(compiled: Any) -> list[int]:
     """Ids of the devices that an executable runs on, in its order."""
     return [device.id for device in compiled._executable._unloaded_executable.device_list]
@@ -187,7 +222,9 @@ __all__ = [
     "is_known_primitive",
     "loaded",
     "packed_call",
+    "packed_lowering",
     "unpacked",
+    "unpacked_lowering",
     "unspecified",
     "written",
 ]

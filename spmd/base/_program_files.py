@@ -5,7 +5,7 @@ The files in the folder are executed. So the folder must belong to this user, an
 The name of a file is jax's cache key (program, options, versions, devices). There is a subfolder for each kind of machine, since a
 program for a CPU uses the instructions of this CPU. A file contains its checksum, is written under a temporary name first, and is
 removed if it is damaged. If all files together are too large, the least recently read ones are removed. A failure of the cache
-never fails a compilation. Programs that could hang when they are read are not cached, in jax's own caches neither: see
+never fails a compilation. Executables that could hang when they are read are not cached, in jax's own caches neither: see
 Note [Collectives that lose their order] in `_jax_executables`.
 """
 

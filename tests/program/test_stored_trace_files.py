@@ -175,3 +175,45 @@ def test_a_long_list_in_reach_is_stored_without_a_search_of_all(tmp_path: Path) 
     """
     assert run(tmp_path, script) == ["5.0 True"]
     shutil.rmtree(tmp_path / "cache")
+
+
+ROLLED = """
+import jax
+
+mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(6))).to("jax")
+for layer in model:
+    spmd.fully_shard(layer, mesh=mesh)
+spmd.fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: compiled.append(event))
+jax.monitoring.register_event_listener(lambda event, **_: compiled.append(event))
+
+@spmd.compile(roll=True)
+def step(x):
+    optimizer.zero_grad()
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+x = torch.linspace(-1, 1, 256).view(16, 16).to("jax")
+compiled.clear()
+losses = [round(step(x).item(), 6) for _ in range(3)]
+requests, hits = (sum(event.endswith(name) for event in compiled) for name in ("backend_compile_duration", "cache_hits"))
+print(losses, len(step.rolled) > 0, step.num_traces, requests - hits)
+"""
+
+
+def test_a_rolled_program_over_devices_is_compiled_again_without_a_trace(tmp_path: Path) -> None:
+    """Its executable is not kept: see Note [Collectives that lose their order]. The lowered program is."""
+    start = 'import os\nos.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"\n' + START
+    first, second = run(tmp_path, ROLLED, start), run(tmp_path, ROLLED, start)
+    kept = [file.name for file in (tmp_path / "cache").rglob("*.program")]
+    assert not any(name.startswith("jit_step") for name in kept)
+    losses = first[-1].rpartition("] ")[0]
+    assert first[-1].split()[-3:-1] == ["True", "1"]
+    assert second == [f"{losses}] True 0 1"]

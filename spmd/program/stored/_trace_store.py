@@ -42,7 +42,7 @@ from spmd.program.stored._paths import Search
 from spmd.program.stored._pickled import NotHere, read, written
 from spmd.program.stored._surroundings import digest_of
 from spmd.program.trace._captured import Captured
-from spmd.program.xla._cached_executables import CachedExecutable, look_up
+from spmd.program.xla._cached_executables import Cached, look_up
 from spmd.program.xla._compilation import Compilation, CompileRequest, Lookup, Making
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class TraceStore:
         self._reachable: Any = None
         self._modules = set(sys.modules)
         self.messages = Messages()
-        self.begun: dict[str, CachedExecutable] = {}
+        self.begun: dict[str, Cached] = {}
         self.found: StoredTrace | None = None
 
     @staticmethod

@@ -21,13 +21,13 @@ from spmd.base._jax_executables import Written
 from spmd.base._program_files import cache_requests, programs_not_kept
 from spmd.base._progress import underway
 from spmd.base._settings import keep_programs_by_default
-from spmd.program.xla._cached_executables import CachedExecutable, look_up, read, store
+from spmd.program.xla._cached_executables import Cached, look_up, read, store
 from spmd.program.xla._compile_options import compiled
 from spmd.program.xla._compile_threads import compile_threads
 from spmd.program.xla._executable import lowered
 from spmd.program.xla._target import target_text
 
-Lookup = Callable[[str], CachedExecutable | None]
+Lookup = Callable[[str], Cached | None]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Compilation:
     def _note_end(self, future: Future[Any]) -> None:
         self.has_failed = future.cancelled() or future.exception() is not None
 
-    def _look_up(self, lookups: Sequence[Lookup]) -> CachedExecutable | None:
+    def _look_up(self, lookups: Sequence[Lookup]) -> Cached | None:
         digest = self._request.digest
         if digest is None:
             return None
@@ -146,7 +146,7 @@ class Compilation:
         request, start = self._request, time.perf_counter()
         found = None
         if self._cached is not None:
-            with exact_dtypes(), underway(f"reading {request.name}"):
+            with exact_dtypes(), underway(f"{self._cached.doing} {request.name}"):
                 found = read(self._cached, request.client, request.name)
                 self.read_from = self._cached.executable
             self._lowered = self._lower() if found is None else None
@@ -168,7 +168,7 @@ class Compilation:
         if cached.value is not None:  # jax read it from its cache
             self.read_from = Written(cached.value, in_cache=True)
         if cached.key is not None and request.digest is not None:
-            store(request.digest, found, cached.key)
+            store(request.digest, found, cached.key, self._lowered)
         return found
 
 
