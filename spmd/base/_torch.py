@@ -80,6 +80,7 @@ try:
     from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
     from torch._C import _get_tracing_state as in_torchscript_trace
     from torch._C import _ImperativeEngine as ImperativeEngine
+    from torch._C import _increment_version as increment_version
     from torch._C import _is_multithreading_enabled as is_multithreading_enabled
     from torch._C import _len_torch_dispatch_stack as num_torch_dispatch_modes
     from torch._C import _len_torch_function_stack as num_torch_function_modes

@@ -26,6 +26,7 @@ from spmd.base._torch import elementwise_dtypes
 from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, stored_shape
 from spmd.device._copy import host_value, like_placement
+from spmd.device._fitting_numbers import fitting
 from spmd.device._inlined import Inlined
 from spmd.device._numbers import carried, data_dependent, decided, sample, with_known
 from spmd.device._pacing import note_operation
@@ -198,6 +199,7 @@ class Adapter:
             args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
         if self.known:
             args, kwargs = with_known(self.known, self.names, args, kwargs)
+        args, kwargs = fitting(self.name, args, kwargs)
         plan, dynamic = self.plan(args, kwargs)
         key = self.key(args, kwargs)
         needs_values = self.needs_values(args, kwargs)

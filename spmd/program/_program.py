@@ -43,6 +43,7 @@ from spmd.program.run._host_inputs import HostInputs
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.run._program_devices import ProgramDevices
 from spmd.program.run._state_arrays import StateArrays
+from spmd.program.run._written_tensors import WrittenTensors, increment_version
 from spmd.program.stored import StoredTrace
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._captured import Captured
@@ -105,6 +106,8 @@ class Program(Executable):
         self.inputs = HostInputs(captured.inputs.numbers, captured.inputs.draws, self.devices)
         writes = any(isinstance(e.holder, tuple) or e.held for e in captured.writes.effects) or captured.outputs.num_objects > 0
         self._held = HeldState(captured.state.held, self.written, self.read, written_args, writes)
+        self._tensors = WrittenTensors(captured.state.versioned, captured.inputs.holders)
+        self._is_advanced = stored is None  # the trace has advanced the versions of the tensors that the first call writes
         self._gradients = CallGradients(captured, options.keep_grads, self.written, self.read)
         self._shows_arguments = captured.outputs.num_objects > 0 or any(
             leaf.kind in ("argument", "part") or isinstance(leaf.owner, int) for leaf in captured.outputs.leaves
@@ -144,6 +147,7 @@ class Program(Executable):
         after: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (captured.state.copies, self._copy_counters),
             (self.arguments.written, self._store_arguments),
+            (self._tensors.has_arguments, self._advance_arguments),
             (known is not None and known.followed, self._note_followed),
             (captured.inputs.draws, self._advance),
             (grads.has_inputs, grads.release),
@@ -343,6 +347,10 @@ class Program(Executable):
         self.written.store(call.state)
         for step in self._after:
             step(call)
+        if self._is_advanced:
+            self._is_advanced = False
+        else:
+            increment_version(self._tensors.state)
 
     def _check_arguments(self, call: ProgramCall) -> None:
         assert self.captured.inputs.known is not None
@@ -386,6 +394,10 @@ class Program(Executable):
     def _note_followed(self, call: ProgramCall) -> None:
         for buffer, value in call.followed:
             note_sent(buffer.value, value)
+
+    def _advance_arguments(self, call: ProgramCall) -> None:
+        if not self._is_advanced:
+            self._tensors.advance_arguments(call.given)
 
     def _advance(self, call: ProgramCall) -> None:
         default_stream.draws += self.captured.inputs.draws * self.options.steps_per_call

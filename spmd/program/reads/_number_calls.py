@@ -8,6 +8,7 @@ knows it.
 
 from __future__ import annotations
 
+import bisect
 import builtins
 import itertools
 import math
@@ -32,6 +33,7 @@ from spmd.program.reads._number_arguments import composition
 _MOST = 64  # largest number of elements that `tensor` makes by one operation each
 CONVERSIONS = (builtins.float, builtins.int)
 CHOICES = (builtins.min, builtins.max)
+SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is `bisect_right`
 _COMPARED: dict[int, Callable[[Any], Any]] = {  # comparisons that tell special numbers apart
     id(math.isnan): lambda number: number != number,
     id(math.isinf): lambda number: abs(number) == math.inf,
@@ -220,6 +222,16 @@ def identity_operand(left: Any, right: Any) -> Any:
     return left
 
 
+def is_searchable(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments of a bisection are plain numbers and plain bounds."""
+    numbers, _, *bounds = args
+    return type(numbers) in (list, tuple) and {int, float}.issuperset(map(type, numbers)) and all(type(b) is int for b in bounds)
+
+
+def position_in(fn: Any, numbers: tuple[float, ...], bounds: tuple[int, ...], options: dict[str, int], number: float) -> int:
+    return fn(numbers, number, *bounds, **options)
+
+
 def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
     """`torch.where(condition, input, other)`; a program number promotes like a Python number."""
     left, right = choices if len(choices) == 2 else (*choices, *(named[name] for name in ("input", "self", "other") if name in named))
@@ -263,12 +275,15 @@ def _shape(data: Any) -> tuple[int, ...] | None:
 
 __all__ = [
     "CHOICES",
+    "SEARCHES",
     "for_numbers",
+    "position_in",
     "holds_lifted",
     "identity_operand",
     "is_converted",
     "is_lifted",
     "is_scalar",
+    "is_searchable",
     "known",
     "mapped_operand",
     "matched_value",

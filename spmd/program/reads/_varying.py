@@ -10,7 +10,6 @@ A number that has changed when a function is traced again (a counter, a warm-up 
 
 from __future__ import annotations
 
-import bisect
 import builtins
 import collections
 import math
@@ -25,12 +24,13 @@ import numpy as np
 import torch
 
 from spmd.base._errors import TraceAgain
+from spmd.device._fitting_numbers import is_exact
 from spmd.device._numbers import is_of_host, lifted
 from spmd.device._storage import recording
 from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
-from spmd.program.reads._number_calls import CHOICES, for_numbers, is_lifted
+from spmd.program.reads._number_calls import CHOICES, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -85,8 +85,10 @@ class Numbers:
 
     def traced(self, number: Varying) -> torch.SymFloat | float | int | bool:
         """The number in a form that torch takes: an input of the program, or its value if it cannot be one."""
-        value = number.evaluate()
-        if isinstance(value, bool) or len(self.inputs) == self._capacity or abs(value) > 2**53:
+        value, evaluate = number.evaluate(), number.evaluate
+        if type(value) is int:
+            number.guard(lambda: is_exact(evaluate()), is_exact(value))
+        if isinstance(value, bool) or len(self.inputs) == self._capacity or not is_exact(value):
             return number.concrete()
         self.inputs.append(number.evaluate)
         array = self._element(len(self.inputs) - 1)
@@ -306,7 +308,6 @@ for _name, _fn in {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.
     _unary(_name, _fn)
 
 _ASK_CLASS = (builtins.isinstance, builtins.type)
-_SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is `bisect_right`
 
 _OPERATIONS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift", "and_", "or_", "xor", "invert"),
@@ -425,8 +426,8 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return lambda value: type(value.evaluate() if isinstance(value, Varying) else value)
     if _is_pure(fn) and (first := _first_varying(args)) is not None and all(map(partial(_is_taken, fn, first), args)):
         return partial(_applied, first, fn)
-    if fn in _SEARCHES and len(args) > 1 and type(args[1]) is Varying and _is_searchable(args):
-        return lambda numbers, number, *bounds, **options: number.apply(partial(_found, fn, tuple(numbers), bounds, options), number)
+    if fn in SEARCHES and len(args) > 1 and type(args[1]) is Varying and is_searchable(args):
+        return lambda numbers, number, *bounds, **options: number.apply(partial(position_in, fn, tuple(numbers), bounds, options), number)
     is_torch, is_numpy = _is_of("torch", fn), _is_of("numpy", fn)
     if not (is_torch or is_numpy) and not any(isinstance(a, Varying) for a in args):
         return None  # other functions treat a list of varying numbers like a list of any objects
@@ -475,16 +476,6 @@ def only_reads(fn: Any) -> bool:
 def _is_taken(fn: Any, first: Varying, number: Any) -> bool:
     """Whether the host computes `fn` of a number, or of a list or tuple of some."""
     return only_reads(fn) and all(map(first.takes, number)) if type(number) in (list, tuple) else first.takes(number)
-
-
-def _is_searchable(args: tuple[Any, ...]) -> bool:
-    """Whether the arguments of a bisection are plain numbers and plain bounds."""
-    numbers, _, *bounds = args
-    return type(numbers) in (list, tuple) and {int, float}.issuperset(map(type, numbers)) and all(type(b) is int for b in bounds)
-
-
-def _found(fn: Any, numbers: tuple[float, ...], bounds: tuple[int, ...], options: dict[str, int], number: float) -> int:
-    return fn(numbers, number, *bounds, **options)
 
 
 def is_sequence(value: Any) -> bool:

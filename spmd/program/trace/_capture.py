@@ -24,6 +24,7 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters
 from spmd.program.optim._traced_state import TracedState
 from spmd.program.reads import NumberPlace, ObjectPlace, PartPlace
+from spmd.program.run._written_tensors import versions_of, written_since
 from spmd.program.trace._arguments import BoundArguments, bind
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._captured import Captured, Guarded, PythonWrites, TraceInputs, TraceOutputs, TraceState
@@ -81,6 +82,7 @@ def capture(
     waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in buffers] + [host_array(t) for t in hosts]
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
+    versions = versions_of([*found.device_tensors(), *given])
     counters = equal_counters(found.optimizers, are_shared=settings.share_counters)
     with (
         exact_dtypes(),
@@ -106,15 +108,16 @@ def capture(
         )
         unfilled.require_empty()
         trace.arguments.containers.require_one_way(trace.reads, trace.left.effects)
-    return _captured(trace, jaxpr, list(waiting), [place for place in changed if isinstance(place, ObjectPlace)])
+    return _captured(trace, jaxpr, list(waiting), written_since(versions), changed)
 
 
-def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], known: list[ObjectPlace]) -> Captured:
+def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[Any], changed: Sequence[PartPlace]) -> Captured:
     """The result of a trace, after all state was restored.
 
     Args:
         waiting: buffers without an array (see `waiting_for_topology`).
-        known: places that hold another object in every call.
+        versioned: tensors that were written in place.
+        changed: places that hold another number or object in every call.
     """
     recorder, arguments, left, inputs = trace.recorder, trace.arguments, trace.left, trace.known
     gradients, born = trace.torch_state.gradients.left, trace.torch_state.optim.born
@@ -123,7 +126,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], known: list[Objec
     jaxpr = with_constants_first(jaxpr, len(waiting))
     recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in trace.found.device_tensors()}
-    replaced = trace.reads.held(left.effects, trace.is_fixed, known)
+    replaced = trace.reads.held(left.effects, trace.is_fixed, [place for place in changed if isinstance(place, ObjectPlace)])
     held = replaced.held
     show_held(left.leaves, held)
     if trace.options.keep_grads and not arguments.is_stacked:
@@ -148,6 +151,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], known: list[Objec
             slots={b: position.get(id(p), p) for b, p in trace.slots().items()},
             held=held,
             born=born,
+            versioned=[position[id(t)] if id(t) in position else t for t in versioned],
         ),
         outputs=TraceOutputs(
             leaves=left.leaves,

@@ -63,6 +63,7 @@ class TraceState:
         slots: gradients from before the trace, by buffer: the tensor whose current gradient a call takes in its place.
         held: tensors and containers that the function replaces in every call, each with the variable, attribute or item where it is.
         born: (parameter, tensor) of optimizer state that the function created. Outputs of the program, after the gradients.
+        versioned: tensors in reach that the function wrote in place, and positions of such arguments. See `_written_tensors`.
     """
 
     consts: list[Buffer | None]
@@ -71,6 +72,7 @@ class TraceState:
     slots: dict[Buffer, Owner]
     held: list[ReplacedState]
     born: list[tuple[torch.Tensor, torch.Tensor]]
+    versioned: list[Owner]
 
     def without_gradients(self) -> TraceState:
         """A copy with empty buffers in place of the gradients from before the trace."""
