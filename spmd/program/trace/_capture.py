@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
 
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import TraceAgain
@@ -82,8 +83,7 @@ def capture(
     waiting = waiting_for_topology(reachable)
     arg_values = [waiting.get(b) or b.raw() for b in buffers] + [host_array(t) for t in hosts]
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
-    versions = versions_of([*found.device_tensors(), *given])
-    counters = equal_counters(found.optimizers, are_shared=settings.share_counters)
+    before, counters = versions_of([*found.device_tensors(), *given]), equal_counters(found.optimizers, are_shared=settings.share_counters)
     with (
         exact_dtypes(),
         no_host_random(settings),
@@ -108,10 +108,10 @@ def capture(
         )
         unfilled.require_empty()
         trace.arguments.containers.require_one_way(trace.reads, trace.left.effects)
-    return _captured(trace, jaxpr, list(waiting), written_since(versions), changed)
+    return _captured(trace, jaxpr, list(waiting), written_since(before), changed)
 
 
-def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[Any], changed: Sequence[PartPlace]) -> Captured:
+def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[torch.Tensor], changed: Sequence[PartPlace]) -> Captured:
     """The result of a trace, after all state was restored.
 
     Args:
@@ -151,7 +151,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[A
             slots={b: position.get(id(p), p) for b, p in trace.slots().items()},
             held=held,
             born=born,
-            versioned=[position[id(t)] if id(t) in position else t for t in versioned],
+            versioned=[position.get(id(t), t) for t in versioned],
         ),
         outputs=TraceOutputs(
             leaves=left.leaves,
