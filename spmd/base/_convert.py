@@ -39,6 +39,7 @@ _TO_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float8_e5m2fnuz: np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
 _TO_TORCH: dict[np.dtype[Any], torch.dtype] = {v: k for k, v in _TO_NUMPY.items()}
+_HALF = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 _LARGEST_E4M3 = 448.0
 # Some versions of torch convert numbers that are too large to the largest finite number, others to NaN as jax does.
 _E4M3_SATURATES = bool((torch.tensor(1e4).to(torch.float8_e4m3fn).float() == _LARGEST_E4M3).item())
@@ -81,6 +82,8 @@ def cast(array: Any, dtype: Any) -> Any:
     Bools are converted to floats through integers. XLA replaces a product with a directly converted bool by a select, so that
     `inf * False` would be 0 instead of NaN.
     """
+    if jnp.issubdtype(array.dtype, jnp.complexfloating) and dtype == np.bool_:
+        return array != 0
     if array.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         array = array.astype(np.int8)
     if jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
@@ -88,6 +91,21 @@ def cast(array: Any, dtype: Any) -> Any:
     if _E4M3_SATURATES and dtype == ml_dtypes.float8_e4m3fn and not jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.clip(array, -_LARGEST_E4M3, _LARGEST_E4M3)  # NaN stays NaN
     return array.astype(dtype)
+
+
+def as_operand(value: Any, dtype: Any, result: Any) -> Any:
+    """An operand of an elementwise operation, if it is an array, in the dtype to compute in (None: its own).
+
+    Integers beside floats of 16 bits become such ones first; only the operation is computed in more bits.
+
+    Args:
+        result: the dtype of the operation's result.
+    """
+    if dtype is None or not isinstance(value, jax.Array) or value.dtype == dtype:
+        return value
+    if value.shape and result is not None and jnp.issubdtype(value.dtype, jnp.integer) and result in _HALF:
+        value = cast(value, result)
+    return cast(value, dtype)
 
 
 def _truncated(array: Any, dtype: np.dtype[Any]) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from spmd.base import _counters
-from spmd.base._convert import cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
+from spmd.base._convert import as_operand, cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import called_at, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
@@ -87,10 +87,8 @@ class Plan:
             The op's result or results, and the new values of the arguments in `lowering.updates`.
         """
         self.check(dynamic)
-        values = [
-            cast(value, dtype) if dtype is not None and isinstance(value, jax.Array) and value.dtype != dtype else value
-            for value, dtype in zip(dynamic, self.compute, strict=True)
-        ]
+        result = self.results[0] if self.results else None
+        values = [as_operand(value, dtype, result) for value, dtype in zip(dynamic, self.compute, strict=True)]
         args = [_filled(arg, values) for arg in self.template[0]]
         kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
         if self.lowering.random:

@@ -190,7 +190,7 @@ def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
             return _sqrt(self)
         if exponent == -0.5:  # like torch's CPU: the power of -0.0 is -inf, and that of -inf is NaN
             return _rsqrt(self)
-    return _power(self, exponent)
+    return jnp.ones_like(self) if is_static(exponent) and exponent == 0 else _power(self, exponent)
 
 
 @lower("pow.Tensor_Tensor", "pow.Scalar", pointwise=True)

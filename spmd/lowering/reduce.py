@@ -37,7 +37,12 @@ def sum_(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
     if self.ndim == 2 and axes(dim, 2) == (0,) and not are_sizes_open() and (rows := rows_folded_from(self)) is not None:
         out = jnp.sum(rows, tuple(range(rows.ndim - 1)), dtype=accumulated_in(dtype))
         return out[None] if keepdim else out
-    return jnp.sum(self, axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
+    return jnp.sum(_truth_if_bool(self, dtype), axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
+
+
+def _truth_if_bool(self: Any, dtype: Any) -> Any:
+    """Complex numbers that are reduced as bools: the conversion would drop the imaginary parts."""
+    return self != 0 if dtype == jnp.bool_ and jnp.iscomplexobj(self) else self
 
 
 @lower("nansum")
@@ -52,22 +57,24 @@ def mean(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 
 @lower("prod")
 def prod(self: Any, *, dtype: Any = None) -> Any:
-    return jnp.prod(self, dtype=accumulated_in(dtype))
+    return jnp.prod(_truth_if_bool(self, dtype), dtype=accumulated_in(dtype))
 
 
 @lower("prod.dim_int")
 def prod_dim_int(self: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return jnp.prod(self, axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
+    return jnp.prod(_truth_if_bool(self, dtype), axes(dim, self.ndim), dtype=accumulated_in(dtype), keepdims=keepdim)
 
 
 @lower("any", "any.dim", "any.dims")
 def any_(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.any(self, axes(dim, self.ndim), keepdims=keepdim)
+    truth = self != 0  # the conversion of a complex number would drop its imaginary part
+    return truth if dim == () else jnp.any(truth, axes(dim, self.ndim), keepdims=keepdim)
 
 
 @lower("all", "all.dim", "all.dims")
 def all_(self: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.all(self, axes(dim, self.ndim), keepdims=keepdim)
+    truth = self != 0
+    return truth if dim == () else jnp.all(truth, axes(dim, self.ndim), keepdims=keepdim)
 
 
 @lower("count_nonzero", "count_nonzero.dim_IntList")

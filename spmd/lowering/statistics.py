@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base._convert import cast
 from spmd.lowering._registry import assumed, lower, size_if_traced
 from spmd.lowering.reduce import nonempty_dim_check
 from spmd.lowering.sort import sorted_with_indices
@@ -59,7 +60,7 @@ def nanmedian(self: Any) -> Any:
 
 
 def _empty_median(self: Any) -> Any:
-    return jnp.full((), jnp.nan if jnp.issubdtype(self.dtype, jnp.inexact) else jnp.iinfo(self.dtype).min, self.dtype)
+    return cast(jnp.full((), jnp.nan, jnp.float32), self.dtype)
 
 
 @lower("mode", check=nonempty_dim_check("mode"))

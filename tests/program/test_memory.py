@@ -163,3 +163,30 @@ def test_weight_norm_of_a_marked_layer(old: bool, compiled: bool, mesh_4x2: mesh
         x = batch(8, 4, seed=i)
         assert_same(step(x.to("jax")), fn(host, optimizers[0], x))
         assert_same_model(device, host)
+
+
+def test_a_call_advances_the_versions_of_what_it_writes() -> None:
+    """Autograd refuses a graph that saved a tensor which a later call has written. Only the first call did, by its trace."""
+    found = []
+    for device in ("cpu", "jax"):
+        weight, extra = torch.nn.Parameter(torch.full((2,), 3.0, device=device)), torch.ones(2, device=device)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step(x: torch.Tensor, weight: Any = weight, extra: Any = extra, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            optimizer.step()
+            extra.add_(1)
+            x.mul_(2)
+
+        run: Any = spmd.compile(step) if device == "jax" else step
+        x = torch.ones(2, device=device)
+        run(x)
+        loss = (weight * weight).sum()
+        run(x)
+        weight.grad = None
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        run(x)
+        found.append([tensor._version for tensor in (weight, extra, x)])
+    assert found[0] == found[1]

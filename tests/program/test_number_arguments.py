@@ -226,3 +226,50 @@ def test_a_momentum_of_batch_norm_may_follow_a_schedule() -> None:
         found.append([run(data().mul(i + 1).to(device)).detach() for i in range(5)] + [module.running_mean, module.running_var])
     assert_same(found[1], found[0])
     assert run.num_traces <= 3
+
+
+def counted(x: torch.Tensor, n: int) -> torch.Tensor:
+    x = x.clone()
+    x //= n
+    return x
+
+
+BESIDE_INTS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, Any], Any], tuple[Any, ...]]] = {
+    "int64 + n": (torch.int64, lambda x, n: x + n, (1, 2, 2**53 + 1, 2**62 + 1, 2**63 - 1)),
+    "int32 + n": (torch.int32, lambda x, n: x + n, (1, 2, 2**31, 3000000000, 2**32 + 5)),
+    "int64 == n": (torch.int64, lambda x, n: (x + 2**53) == n, (1, 2, 2**53 + 4, 2**53 + 5)),
+    "int64 % n": (torch.int64, lambda x, n: (x + 10**18) % n, (3, 5, 10**18 - 3, 10**18 - 1)),
+    "full_like": (torch.int8, torch.full_like, (1, 2, 100, 200)),
+    "full": (torch.int8, lambda x, n: torch.full((2,), n, dtype=torch.int8, device=x.device), (1, 2, 2.5, 200)),
+    "clamp": (torch.int8, lambda x, n: x.clamp(max=n), (1, 2, 200)),
+    "where": (torch.int8, lambda x, n: torch.where(x < 0, x, n), (1, 2, 200)),
+    "masked_fill": (torch.int8, lambda x, n: x.masked_fill(x > 0, n), (1, 2, 200)),
+    "fill_": (torch.uint8, lambda x, n: x.clone().fill_(n), (1, 2, -1, 300)),
+    "pad": (torch.int8, lambda x, n: F.pad(x, (1, 1), value=n), (1, 2, 200)),
+    "alpha": (torch.int8, lambda x, n: torch.add(x, x, alpha=n), (1, 2, 200)),
+    "tensor": (torch.int64, lambda x, n: torch.tensor(n, device=x.device), (1, 2, 2**53 + 1, 2**63)),
+    "//": (torch.int64, lambda x, n: x // n, (1, 2, -3, 0)),
+    "//=": (torch.int64, counted, (1, 2, 3, 0)),
+    "%": (torch.int64, lambda x, n: x % n, (1, 2, -3, 0)),
+    "fmod": (torch.int64, torch.fmod, (1, 2, 3, 0)),
+    "div": (torch.int64, lambda x, n: torch.div(x, n, rounding_mode="trunc"), (1, 2, 3, 0)),
+    "uint8 // n": (torch.uint8, lambda x, n: x // n, (1, 2, 3, 256)),
+    "**": (torch.int64, lambda x, n: x**n, (1, 2, 3, 0, -3)),
+    "float * n": (torch.int64, lambda x, n: x.float() * n, (1, 2, 2**60, -(2**55))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_INTS)
+def test_an_int_beside_integers_is_wrapped_or_refused_as_by_torch(name: str) -> None:
+    """A number that varies is a 64-bit float in the program. Values that the integers do not represent were clamped silently."""
+    dtype, fn, numbers = BESIDE_INTS[name]
+    step = spmd.compile(fn)
+    for n in numbers:
+        x = torch.tensor([7, 5, 1], dtype=dtype)
+        try:
+            expected = fn(x, n)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                step(x.to("jax"), n).cpu()
+        else:
+            assert_same(step(x.to("jax"), n), expected)
