@@ -5,10 +5,10 @@
 
 A case is a model of `depth_models`, its number of layers, its width, whether its layers are rolled into a loop, and its mesh of virtual
 devices. For each case two processes run one after the other with the same new cache folder. Each builds the model over the mesh and calls
-the training step of `depth.py` once. The executables of rolled programs over several CPU devices are not cached: see Note
-[Collectives that lose their order] in `spmd/base/_jax_executables.py`. The figure is the time of that call until the loss is computed: preparing the optimizer, tracing,
-lowering, compiling or loading, and running. The programs that XLA compiled during the call are counted, those of single operations
-included, and the traces.
+the training step of `depth.py` once. The executables of rolled programs over several CPU devices are not cached, their lowered programs
+are: see Note [Collectives that lose their order] in `spmd/base/_jax_executables.py`. The figure is the time of that call until the loss is
+computed: preparing the optimizer, tracing, lowering, compiling or loading, and running. The programs that XLA compiled during the call are
+counted, those of single operations included, and the traces.
 """
 
 from __future__ import annotations
