@@ -1,5 +1,6 @@
 """`.grad` around a compiled step: kept, dropped, accumulated exactly as torch does, or refused."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +356,32 @@ def test_hooks_of_gradients_run_in_torchs_order() -> None:
         return found
 
     assert order("jax") == order("jax", is_compiled=True) == order("cpu")
+
+
+def test_a_tensor_from_before_that_becomes_a_gradient_is_not_lost() -> None:
+    """After the call `.grad` was None."""
+    weight, x = torch.nn.Parameter(torch.ones(2, device="jax")), torch.full((2,), 2.0, device="jax")
+
+    def step(x: torch.Tensor) -> None:
+        weight.grad = x
+
+    with pytest.raises(spmd.TraceError, match=r"p\.grad = tensor\.clone\(\)"):
+        spmd.compile(step, keep_grads=True)(x)
+    spmd.compile(step)(x)
+    with pytest.raises(RuntimeError, match="not kept"):
+        weight.grad.tolist()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_gradient_of_two_leaves_is_one_tensor() -> None:
+    left, right = (torch.nn.Parameter(torch.ones(2, device="jax")) for _ in range(2))
+
+    @functools.partial(spmd.compile, keep_grads=True)
+    def step(x: torch.Tensor) -> None:
+        left.grad = x * 1
+        right.grad = left.grad
+
+    for _ in range(2):
+        step(torch.full((2,), 2.0, device="jax"))
+        assert left.grad is right.grad and right.grad is not None
+        left.grad.zero_()
+        assert right.grad.tolist() == [0, 0]

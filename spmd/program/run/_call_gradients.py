@@ -83,6 +83,7 @@ class CallGradients:
             (owner if isinstance(owner, torch.Tensor) else leaves[owner]).requires_grad = flag
 
     def _store_gradients(self, call: ProgramCall, values: Any) -> None:
+        made: dict[int, torch.Tensor] = {}  # one tensor may be the gradient of several leaves
         for owner, grad in self._captured.outputs.gradients:
             leaf = owner if isinstance(owner, torch.Tensor) else self._leaves_of(call)[owner]
             new = grad
@@ -92,6 +93,7 @@ class CallGradients:
                     new = wrap_strided(value, shape, grad.stride())
                 else:
                     new = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
+                new = made.setdefault(id(grad), new)
             if leaf.grad is not new:
                 leaf.grad = new
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from spmd.base._convert import to_numpy_dtype
-from spmd.base._errors import DroppedValueError
+from spmd.base._errors import DroppedValueError, TraceError, message
 from spmd.device._storage import Buffer, buffer_of, load, wrap, wrap_strided
 from spmd.program.optim._state_rules import stored_like
 from spmd.program.reuse._columns import Guards
@@ -49,6 +49,30 @@ class StaleGradients(DroppedValueError):
     def other_settings(self, settings: TraceSettings) -> TraceSettings:
         """Settings under which the function may add to these gradients; equal to `settings` if it already may."""
         return replace(settings, unmarked=settings.unmarked | self.unzeroed)
+
+
+def _of_before(leaf: torch.Tensor, grad: torch.Tensor, keep: bool) -> torch.Tensor:
+    """The gradient to leave for a leaf whose `.grad` is a tensor from before the trace: one without a value, which a read refuses.
+
+    Raises:
+        TraceError: the value is asked for (`keep_grads`).
+    """
+    if keep:
+        raise TraceError(
+            message(
+                f"a tensor of shape {list(grad.shape)} from before the call became the gradient of one of shape {list(leaf.shape)}",
+                "with keep_grads=True each call leaves new gradients",
+                fix="p.grad = tensor.clone()",
+            )
+        )
+    return _empty(leaf)
+
+
+def _empty(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor like a gradient of a leaf, of zeros without memory."""
+    with torch.inference_mode(False):  # an inference tensor has no version counter
+        zeros = np.broadcast_to(np.zeros((), to_numpy_dtype(leaf.dtype)), leaf.shape)
+        return wrap_strided(zeros, tuple(leaf.shape), leaf.stride()) if is_permuted(leaf) else wrap(zeros)
 
 
 class Gradients:
@@ -89,9 +113,7 @@ class Gradients:
         for p in self._leaves:
             dropped = p.grad is not None and buffer_of(p.grad).dropped is not None
             if dropped or (p.grad is None and id(p) not in self._unmarked):
-                with torch.inference_mode(False):  # an inference tensor has no version counter
-                    zeros = np.broadcast_to(np.zeros((), to_numpy_dtype(p.dtype)), p.shape)
-                    marker = wrap_strided(zeros, tuple(p.shape), p.stride()) if is_permuted(p) else wrap(zeros)
+                marker = _empty(p)
                 buffer_of(marker).drop(STALE_GRADIENT)
                 if p.grad is None:
                     self._missing[id(p)] = marker
@@ -146,15 +168,16 @@ class Gradients:
         for p, kept, found, version in zip(self._leaves, self._kept, self._found, self._versions, strict=True):
             grad = p.grad
             if grad is not found:
-                if grad is None or is_newborn(buffer_of(grad)):
-                    self.left.append((p, grad))
+                self.left.append((p, grad if grad is None or is_newborn(buffer_of(grad)) else _of_before(p, grad, keep)))
             elif grad is not None and is_newborn(buffer_of(grad)) and grad._version != version:  # a marker that was written
                 if buffer_of(grad).value is None:
                     added.add(id(p))
                 elif kept is None and id(p) not in self._accumulated:
                     zeroed.add(id(p))
                 self.left.append((p, grad))
-        self.left.extend((p, p.grad) for p in self._frozen if p.grad is not None)  # the function set requires_grad
+        for p in self._frozen:
+            if p.grad is not None:  # the function set requires_grad
+                self.left.append((p, p.grad if is_newborn(buffer_of(p.grad)) else _of_before(p, p.grad, keep)))
         if (added and keep) or zeroed:
             raise StaleGradients(frozenset(added | zeroed))
 
