@@ -1,12 +1,13 @@
-"""Numbers of the host that are inputs of a program, as arguments of operators on integers.
+"""Numbers of the host that are inputs of a program, as arguments of operators whose dtype may not represent them.
 
 An input has 64 bits. Beside a tensor of int8, PyTorch wraps a Python number that the dtype does not represent, or refuses it; it refuses
 0 as a divisor of integers, and negative powers of them. So there the program has a guard on whether the number is such a one. If it is,
-its value is part of the program, as that of a Python number is.
+its value is part of the program, as that of a Python number is. The same holds for floats that PyTorch refuses to convert to 16 bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,12 @@ from spmd.device._numbers import NumberNode
 _DIVISIONS = frozenset({"floor_divide", "remainder", "fmod", "div", "__rshift__", "__lshift__"})
 _POWERS = frozenset({"pow", "float_power"})
 # operators that convert a float to the dtype of the tensor; others give a result of floats
-_CONVERT = frozenset({"full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "scatter", "constant_pad_nd", "scalar_tensor"})
+_CONVERT = frozenset(
+    {
+        *("full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "scatter", "constant_pad_nd", "scalar_tensor"),
+        *("clamp", "clamp_min", "clamp_max"),
+    }
+)
 _EXACT = 2**53  # integers up to here are exact as 64-bit floats, which the inputs of a program are
 
 
@@ -29,8 +35,8 @@ def fitting(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     """
     if not any(_node_of(arg) is not None for arg in (*args, *kwargs.values())):
         return args, kwargs
-    dtype = _integers(args, kwargs)
-    if dtype is None:
+    dtype = _dtype_of(args, kwargs)
+    if dtype is None or (dtype.is_floating_point and name not in _CONVERT):
         return args, kwargs
     valid = _valid(name, dtype)
 
@@ -49,6 +55,9 @@ def is_exact(number: Any) -> bool:
 
 
 def _valid(name: str, dtype: torch.dtype) -> Callable[[Any], bool]:
+    if dtype.is_floating_point:
+        limit = torch.finfo(dtype).max
+        return lambda number: not abs(number) > limit or math.isinf(number)
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if name in _POWERS:
         low = 0
@@ -76,17 +85,12 @@ def _is_wrapped(arg: Any) -> bool:
     return isinstance(arg, torch.Tensor) and arg.is_cpu
 
 
-def _integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of the integers to which the numbers are converted; None if they become floats or bools."""
-    given = kwargs.get("dtype")
+def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype to which the numbers are converted; None if it is a complex one or bool."""
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor) and not arg.is_cpu]
-    dtypes = [given] if given is not None else [tensor.dtype for tensor in tensors[:1]]
-    if given is None and any(t.is_floating_point() or t.is_complex() for t in tensors):
-        return None
-    dtype = dtypes[0] if dtypes else None
-    if dtype is None or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
-        return None
-    return dtype
+    floats = (t.dtype for t in tensors if t.is_floating_point() or t.is_complex())
+    dtype = kwargs.get("dtype") or next(floats, tensors[0].dtype if tensors else None)
+    return None if dtype is None or dtype is torch.bool or dtype.is_complex else dtype
 
 
 __all__ = ["fitting", "is_exact"]

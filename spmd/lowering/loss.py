@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.lowering._registry import lower
+from spmd.lowering._registry import is_static, lower
 from spmd.lowering.norm import wide
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -27,7 +27,7 @@ def _gradient_per_element(grad_output: Any, like: Any, reduction: int) -> Any:
     return g / max(like.size, 1) if reduction == _MEAN else g
 
 
-def _elementwise(name: str, loss: Callable[..., Any]) -> None:
+def _elementwise(name: str, loss: Callable[..., Any], check: Callable[..., None] | None = None) -> None:
     """Register `name`(self, target, reduction, *numbers) and its backward, whose first argument is the gradient."""
 
     def forward(self: Any, target: Any, reduction: int = _MEAN, *numbers: Any) -> Any:
@@ -38,7 +38,7 @@ def _elementwise(name: str, loss: Callable[..., Any]) -> None:
         slope = jax.vjp(lambda x: loss(x, y, *numbers), x)[1](jnp.ones_like(x))[0]
         return slope * _gradient_per_element(grad_output, x, reduction)
 
-    lower(name)(forward)
+    lower(name, check=check)(forward)
     lower(f"{name}_backward")(backward)
 
 
@@ -69,7 +69,13 @@ def _soft_margin(x: Any, y: Any) -> Any:
     return jnp.log1p(jnp.exp(-y * x))  # infinite from 89 on, like torch's
 
 
-for _name, _loss in (("mse_loss", _squared), ("smooth_l1_loss", _smooth_l1), ("huber_loss", _huber), ("soft_margin_loss", _soft_margin)):
+def _require_beta(self: Any, target: Any, reduction: int = _MEAN, beta: Any = 1.0) -> None:
+    if is_static(beta) and not beta >= 0:
+        raise RuntimeError("smooth_l1_loss does not support negative values for beta.")
+
+
+_elementwise("smooth_l1_loss", _smooth_l1, _require_beta)
+for _name, _loss in (("mse_loss", _squared), ("huber_loss", _huber), ("soft_margin_loss", _soft_margin)):
     _elementwise(_name, _loss)
 
 
@@ -122,14 +128,15 @@ def cross_entropy_loss(
 ) -> Any:
     """Classes are dim 1 of `self` (dim 0 if it is 1-d). `target` contains class indices or, if floating, probabilities."""
     has_indices = not jnp.issubdtype(target.dtype, jnp.floating)
-    if has_indices and weight is None and not label_smoothing:
+    if has_indices and weight is None and not label_smoothing > 0:
         losses, count = _nll_of_logits(wide(self), target, ignore_index)
         return (jnp.sum(losses) / count if reduction == _MEAN else _reduced(losses, reduction)).astype(self.dtype)
     log_p = jax.nn.log_softmax(wide(self), axis=_classes_of(self))
     if not has_indices:
-        return _soft_target_loss(log_p, wide(target), weight, reduction, label_smoothing).astype(self.dtype)
+        dtype = jnp.promote_types(self.dtype, target.dtype)
+        return _soft_target_loss(log_p, wide(target), weight, reduction, label_smoothing).astype(dtype)
     loss, total = _nll(log_p, target, weight, ignore_index)
-    if label_smoothing:
+    if label_smoothing > 0:
         count = self.shape[_classes_of(self)]
         weighted = log_p if weight is None else log_p * _along_classes(weight, log_p)
         smooth = jnp.where(target != ignore_index, -jnp.sum(weighted, axis=_classes_of(self)), 0.0)
@@ -142,7 +149,7 @@ def cross_entropy_loss(
 def _soft_target_loss(log_p: Any, target: Any, weight: Any, reduction: int, label_smoothing: float) -> Any:
     classes = _classes_of(log_p)
     count = log_p.shape[classes]
-    if label_smoothing:
+    if label_smoothing > 0:
         target = target * (1 - label_smoothing) + label_smoothing / count
     weighted = log_p * target if weight is None else log_p * target * _along_classes(weight, log_p)
     loss = -jnp.sum(weighted, axis=classes)

@@ -48,7 +48,12 @@ def _unbiased(variance: Any, count: int) -> Any:
     return variance * (count / (count - 1)) if count > 1 else variance * jnp.nan
 
 
-@lower("native_batch_norm", "_native_batch_norm_legit", updates=_RUNNING)
+def _require_both(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *_: Any) -> None:
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+
+
+@lower("native_batch_norm", "_native_batch_norm_legit", updates=_RUNNING, check=_require_both)
 def native_batch_norm(
     input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
 ) -> Any:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from spmd.device._storage import load, wrap
 from tests.lowering.against_cpu import check, normal
+from tests.oracle import assert_same
 
 N, C = 6, 5
 CLASSES = torch.tensor([0, 4, 2, 2, 1, 3])
@@ -109,3 +110,16 @@ def test_ctc_loss_and_torchs_own_gradient_equal_cpu(reduction: str, on_device: b
 def test_impossible_ctc_loss_counts_zero_where_asked() -> None:
     log_probs = normal(2, 1, 4).log_softmax(2).detach().requires_grad_()
     check(F.ctc_loss, log_probs, torch.tensor([[1, 2, 3]]), (2,), (3,), zero_infinity=True)
+
+
+def test_numbers_that_torch_ignores_or_refuses() -> None:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    labels, shares = torch.tensor([0, 3, 1]), torch.linspace(1, 2, 12).view(3, 4).softmax(1)
+    for target in (labels, shares):
+        for smoothing in (-0.1, float("nan")):
+            expected = F.cross_entropy(x, target, label_smoothing=smoothing)
+            assert_same(F.cross_entropy(x.to("jax"), target.to("jax"), label_smoothing=smoothing), expected)
+    with pytest.raises(RuntimeError, match="does not support negative values for beta"):
+        F.smooth_l1_loss(x.to("jax"), x.to("jax"), beta=-1.0)
+    with pytest.raises(ValueError, match="must either both be None or neither be None"):
+        F.batch_norm(x.to("jax"), torch.zeros(4, device="jax"), None, training=True)

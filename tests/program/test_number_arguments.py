@@ -176,7 +176,21 @@ REFUSED: dict[str, Fn] = {
     "softshrink": lambda x, n: F.softshrink(x, -n),
     "triplet_margin_loss": lambda x, n: F.triplet_margin_loss(x, x, x, margin=-n),
     "narrow": lambda x, n: x.narrow(1, round(10 * n), 3),
+    "narrow of a dim": lambda x, n: x.narrow(2, round(n), 3),
+    "narrow by a float": lambda x, n: x.narrow(1, round(n), 3 * n),
     "select": lambda x, n: x.select(1, round(30 * n)),
+    "select of a dim": lambda x, n: x.select(-3, round(n)),
+    "roll": lambda x, n: x.roll(n),
+    "tril": lambda x, n: x.tril(n),
+    "arange": lambda x, n: torch.arange(round(n), round(n) + 2, dtype=torch.bool, device=x.device),
+    "feature_dropout": lambda x, n: torch.feature_dropout(x[0], n, True),
+    "randint of int8": lambda x, n: torch.randint(0, round(1000 * n), (3,), dtype=torch.int8, device=x.device),
+    "uniform_ of float16": lambda x, n: torch.empty(3, dtype=torch.float16, device=x.device).uniform_(0, 1e6 * n),
+    "full of float16": lambda x, n: torch.full((3,), 1e6 * n, dtype=torch.float16, device=x.device),
+    "clamp of float16": lambda x, n: x.half().clamp(max=1e6 * n),
+    "ignore_index": lambda x, n: F.cross_entropy(x, x.softmax(1), ignore_index=2, label_smoothing=n),
+    "smooth_l1_loss": lambda x, n: F.smooth_l1_loss(x, x, beta=-n),
+    "batch_norm": lambda x, n: F.batch_norm(x, torch.zeros(8, device=x.device), None, training=True, momentum=n),
 }
 
 

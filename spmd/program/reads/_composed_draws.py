@@ -54,7 +54,7 @@ def _dropped(
     require(p >= 0, p <= 1)
     if not train or not input.numel():
         return input
-    require(p != 0, p != 1)
+    require(p != 0, p != 1, drawn is not _of_channels or input.dim() > 1)
     keep = torch.rand(drawn(input), dtype=torch.float32, device=input.device) < 1 - p
     found = _alpha_dropped(input, p, keep) if is_alpha else torch.where(keep, input * _constant(1 / (1 - p), input), _constant(0, input))
     return input.copy_(found) if in_place else found
@@ -147,7 +147,8 @@ def uniform_(self: torch.Tensor, start: Any = 0, to: Any = 1, *, generator: Any 
     """`Tensor.uniform_`."""
     require_number(start, to)
     require_floats(self)
-    require(start <= to)
+    limit = torch.finfo(self.dtype).max
+    require(start <= to, start >= -limit, to <= limit, to - start <= limit)
     return self.copy_(_random(self.shape, self, torch.rand, generator) * (to - start) + start)
 
 
@@ -191,7 +192,8 @@ def randint(low: Any, high: Any = None, size: Any = None, *, generator: Any = No
         raise NotImplementedError  # torch's own error
     device = torch.get_default_device() if device is None else torch.device(device)
     require(is_int(low), is_int(high), device.type == "jax")
-    require(low < high, low >= _INT32.min, high <= _INT32.max)  # the device draws others from 64 bits
+    require(dtype in (None, torch.int64, torch.int32), low < high)
+    require(low >= _INT32.min, high <= _INT32.max)  # the device draws others from 64 bits
     with exact_dtypes():
         key = jax.random.wrap_key_data(next_key(generator))
         drawn = jax.random.randint(key, tuple(size), _bound(low), _bound(high), jnp.int32)

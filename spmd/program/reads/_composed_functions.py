@@ -270,6 +270,7 @@ def cross_entropy(
     require_number(label_smoothing)
     require_one_dtype(input)
     require(label_smoothing > 0, label_smoothing <= 1, type(ignore_index) is int, input.dim() > 0)
+    require(not target.is_floating_point() or (ignore_index < 0 and target.dtype == input.dtype))
     _require_reduction(reduction, size_average, reduce)
     dim = min(input.dim() - 1, 1)
     if target.is_floating_point():
@@ -302,6 +303,7 @@ def batch_norm(
     """`F.batch_norm`: the statistics of the batch, and then the running ones, with the momentum."""
     require_number(momentum)
     require_floats(input)
+    require((running_mean is None) == (running_var is None))
     if not training or running_mean is None or running_var is None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
     mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_var)
@@ -318,6 +320,7 @@ def roll(input: torch.Tensor, shifts: Any, dims: Any = None) -> torch.Tensor:
     shifts = shifts[0] if isinstance(shifts, (tuple, list)) and len(shifts) == 1 else shifts
     dims = dims[0] if isinstance(dims, (tuple, list)) and len(dims) == 1 else dims
     require_number(shifts)
+    require(is_int(shifts))
     require(input.device.type == "jax", input.numel(), dims is None or type(dims) is int)
     if dims is None:
         return roll(input.reshape(-1), shifts, 0).view(input.shape)
@@ -329,6 +332,7 @@ def _triangle(name: str, kept: Callable[[Any, Any], torch.Tensor]) -> None:
     @composes(getattr(torch, name), method=name)
     def triangle(input: torch.Tensor, diagonal: Any = 0) -> torch.Tensor:
         require_number(diagonal)
+        require(is_int(diagonal))
         require(input.device.type == "jax", input.dim() > 1)
         rows, columns = (torch.arange(size, device=input.device) for size in input.shape[-2:])
         return input.masked_fill(~kept(columns - rows[:, None], diagonal), 0)
@@ -345,7 +349,7 @@ def arange(
     """`torch.arange` from a number to another one that is as far from it in every call."""
     require(end is not None, type(step) is int and step > 0, not requires_grad)
     require_number(start, end)
-    require(is_int(start), is_int(end))
+    require(is_int(start), is_int(end), dtype is None or not (dtype is torch.bool or dtype.is_complex))
     device = torch.get_default_device() if device is None else torch.device(device)
     size = -(-(end - start).node.known("size") // step)
     require(device.type == "jax", size >= 0)

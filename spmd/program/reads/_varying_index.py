@@ -254,15 +254,17 @@ def _rows(length: int, first: Varying, num: int) -> torch.Tensor | None:
 
 
 def _narrowed(input: Any, dim: int, start: Any, length: Any) -> tuple[Any, Any]:
-    return input, (*_all_before(input, dim), slice(start, start + length))
+    is_window = all(type(n) in (int, Varying) for n in (start, length)) and type(fixed_if_varying(length)) is int
+    return input, (*_all_before(input, dim if is_window else None), slice(start, start + length if is_window else None))
 
 
 def _selected(input: Any, dim: int, index: Any) -> tuple[Any, Any]:
-    return input, (*_all_before(input, dim), index)
+    return input, (*_all_before(input, dim if type(index) is Varying else None), index)
 
 
 def _all_before(tensor: Any, dim: Any) -> list[slice]:
-    return [_ALL] * (dim % tensor.dim()) if type(dim) is int and tensor.dim() else [_ALL] * _TOO_MANY
+    is_dim = type(dim) is int and -tensor.dim() <= dim < tensor.dim()
+    return [_ALL] * (dim % tensor.dim() if is_dim else _TOO_MANY)
 
 
 _KEYS: dict[str, Callable[..., tuple[Any, Any]]] = {"narrow": _narrowed, "select": _selected}
