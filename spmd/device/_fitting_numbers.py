@@ -24,6 +24,7 @@ _CONVERT = frozenset(
         *("clamp", "clamp_min", "clamp_max"),
     }
 )
+_ADD_PRODUCTS = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm"})
 _EXACT = 2**53  # integers up to here are exact as 64-bit floats, which the inputs of a program are
 
 
@@ -35,6 +36,8 @@ def fitting(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     """
     if not any(_node_of(arg) is not None for arg in (*args, *kwargs.values())):
         return args, kwargs
+    if (factor := _node_of(kwargs.get("beta"))) is not None and name in _ADD_PRODUCTS and not _holds(factor, bool):
+        kwargs = {**kwargs, "beta": factor.known("number")}  # the tensor times 0 is 0 then, also if it is not finite
     dtype = _dtype_of(args, kwargs)
     if dtype is None or (dtype.is_floating_point and name not in _CONVERT):
         return args, kwargs

@@ -242,6 +242,12 @@ def test_a_momentum_of_batch_norm_may_follow_a_schedule() -> None:
     assert run.num_traces <= 3
 
 
+def zeroed(x: torch.Tensor, n: int) -> torch.Tensor:
+    x = x.clone()
+    x[n : n + 2] = 0
+    return x
+
+
 def counted(x: torch.Tensor, n: int) -> torch.Tensor:
     x = x.clone()
     x //= n
@@ -270,6 +276,9 @@ BESIDE_INTS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, Any], Any], tu
     "uint8 // n": (torch.uint8, lambda x, n: x // n, (1, 2, 3, 256)),
     "**": (torch.int64, lambda x, n: x**n, (1, 2, 3, 0, -3)),
     "float * n": (torch.int64, lambda x, n: x.float() * n, (1, 2, 2**60, -(2**55))),
+    "beta": (torch.int64, lambda x, n: torch.addmv(x / 0, torch.eye(3, device=x.device), x * 1.0, beta=n), (1, 2, 0)),
+    "x[n : n + 2]": (torch.int64, lambda x, n: x[n : n + 2] * 2, (-3, -2, -1, 0, 1)),
+    "x[n : n + 2] = 0": (torch.int64, lambda x, n: zeroed(x, n), (-3, -2, -1, 0, 1)),
 }
 
 

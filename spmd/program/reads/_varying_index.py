@@ -240,11 +240,17 @@ def _rows_of(length: int, part: Any) -> torch.Tensor | None:
         return None
     size = part.start.apply(lambda lo, hi: hi - lo, part.start, part.stop)
     num = size.concrete() if type(size) is Varying else size
-    return _rows(length, part.start, num) if num > 0 else None
+    return _rows(length, part.start, num, is_slice=True) if num > 0 else None
 
 
-def _rows(length: int, first: Varying, num: int) -> torch.Tensor | None:
-    is_inside = first.apply(lambda i: int(-length <= i < 0 or i >= 0) and int((i + length if i < 0 else i) + num <= length), first)
+def _rows(length: int, first: Varying, num: int, is_slice: bool = False) -> torch.Tensor | None:
+    """The rows from a varying one on. `x[-2:0]` is empty, so a slice from a negative bound ends at one."""
+
+    def inside(i: int) -> int:
+        is_negative = -length <= i < (-num if is_slice else 0)
+        return int((is_negative or i >= 0) and (i + length if i < 0 else i) + num <= length)
+
+    is_inside = first.apply(inside, first)
     if not is_inside:  # a guard: every call decides it again
         return None
     start = first.apply(lambda i: i + length if i < 0 else i, first)
