@@ -102,7 +102,15 @@ def test_a_number_where_torch_takes_a_plain_one_is_an_input(name: str) -> None:
     assert run.num_traces == 2
 
 
-@pytest.mark.parametrize("name", ["power", "power of a number", "lerp", "huber_loss", "label_smoothing", "softshrink"])
+def test_an_exponent_is_not_rounded_to_the_tensors_16_bits() -> None:
+    step = spmd.compile(lambda x, n: (x**n, n**x))
+    for n in (1.111, 2.222, 3.333):
+        x = torch.linspace(0.5, 3, 9, dtype=torch.bfloat16).to("jax")
+        assert [t.tolist() for t in step(x, n)] == [(x**n).tolist(), (n**x).tolist()]
+    assert step.num_traces == 2
+
+
+@pytest.mark.parametrize("name", ["power", "power of a number", "huber_loss", "label_smoothing", "softshrink"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_dtype_is_that_of_the_tensor(name: str, dtype: torch.dtype) -> None:
     (ours, run), (torchs, _) = losses(COMPOSED[name], "jax", dtype=dtype), losses(COMPOSED[name], "cpu", dtype=dtype)

@@ -90,6 +90,7 @@ def lerp(input: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
     """`torch.lerp`."""
     require_number(weight)
     require_one_dtype(input, end)
+    require(input.dtype in (torch.float32, torch.float64))
     return torch.lerp(input, end, as_tensor(weight, input))
 
 

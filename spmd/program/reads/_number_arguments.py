@@ -82,8 +82,9 @@ def require_one_dtype(*values: Any) -> None:
 
 
 def as_tensor(number: Any, like: torch.Tensor) -> torch.Tensor:
-    """The number as a 0-dim tensor of the dtype that an operation of it with `like` has."""
-    return torch.full((), number, dtype=torch.result_type(like, sample(number) if _is_number(number) else number), device=like.device)
+    """The number as a 0-dim tensor beside which an operation of `like` has the dtype, and is computed, as with a number."""
+    dtype = torch.result_type(like, sample(number) if _is_number(number) else number)
+    return torch.full((), number, dtype=torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, device=like.device)
 
 
 def is_int(value: Any) -> bool:
