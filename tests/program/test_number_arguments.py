@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import spmd
 from tests.oracle import assert_same
@@ -304,3 +305,91 @@ def test_an_int_beside_integers_is_wrapped_or_refused_as_by_torch(name: str) -> 
                 step(x.to("jax"), n).cpu()
         else:
             assert_same(step(x.to("jax"), n), expected)
+
+
+def scaled_in_place(table: torch.Tensor, n: float) -> torch.Tensor:
+    table = table.clone()
+    table *= n
+    return table
+
+
+ON_HOST: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "*": lambda table, n: table * n,
+    "n *": lambda table, n: n * table,
+    "+": lambda table, n: torch.arange(3) + n,
+    "/": lambda table, n: table / n,
+    "mul": lambda table, n: torch.mul(table, n) + table.mul(n) + table.clone().mul_(n),
+    "operator": lambda table, n: operator.mul(table, n) + operator.iadd(table.clone(), n),
+    "*=": scaled_in_place,
+    "**": lambda table, n: table**n,
+    "a branch": lambda table, n: table * 0 + (1 if (table * n).sum() > 3 else 2),
+}
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_a_number_beside_a_tensor_on_the_cpu_is_the_number(name: str) -> None:
+    """torch gives the CPU a NaN in its place."""
+    table = torch.tensor([1.0, 2.0, 3.0])
+    step = spmd.compile(lambda x, n: x * 0 + ON_HOST[name](table, n).to(x.device))
+    for n in (0.1, 0.2, 0.9):
+        assert_same(step(torch.ones(3, device="jax"), n), ON_HOST[name](table, n))
+
+
+def test_a_learning_rate_beside_a_tensor_on_the_cpu_is_the_number() -> None:
+    table, optimizer = torch.tensor([1.0, 2.0]), torch.optim.SGD([torch.nn.Parameter(torch.ones(2, device="jax"))], lr=0.1)
+    step = spmd.compile(lambda x: x * 0 + (table * optimizer.param_groups[0]["lr"]).to(x.device))
+    for lr in (0.1, 0.2, 0.3):
+        optimizer.param_groups[0]["lr"] = lr
+        assert_same(step(torch.ones(2, device="jax")), table * lr)
+
+
+class Replaces(TorchFunctionMode):
+    """Replaces two functions by a constant."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.roll or func is F.huber_loss:
+            return args[0].sum() * 0 + 7
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_function_that_is_called() -> None:
+    def fn(x: torch.Tensor, n: int) -> torch.Tensor:
+        with Replaces():
+            return torch.roll(x, n, 1).sum() + F.huber_loss(x, x * 2, delta=float(n))
+
+    step = spmd.compile(fn)
+    for n in (1, 2, 3):
+        assert_same(step(data().to("jax"), n), fn(data(), n))
+
+
+def test_a_loss_of_an_infinite_distance_has_a_finite_gradient() -> None:
+    def fn(x: torch.Tensor, n: float) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        huber = F.huber_loss(x, torch.zeros_like(x), delta=n, reduction="none")
+        smooth = F.smooth_l1_loss(x, torch.zeros_like(x), beta=n, reduction="none")
+        return torch.autograd.grad(huber.sum() + 3 * smooth.sum(), x)[0]
+
+    step = spmd.compile(fn)
+    for n in (0.9, 0.8, 0.7):
+        x = torch.tensor([math.inf, -math.inf, 1.0, 0.5])
+        assert_same(step(x.to("jax"), n), fn(x, n))
+    assert step.num_traces == 2
+
+
+def test_a_sharded_tensor_takes_numbers_too() -> None:
+    x = data().view(8, 6).to("jax")
+    spmd.mark_sharding(x, spmd.Mesh(range(8), (8,), ("data",)), ("data", None))
+    step = spmd.compile(lambda x, n: (x.abs() + 1) ** n + torch.roll(x, round(10 * n), 0))
+    for n in (0.5, 0.4, 0.3):
+        assert_same(step(x, n), (data().view(8, 6).abs() + 1) ** n + torch.roll(data().view(8, 6), round(10 * n), 0))
+    assert step.num_traces == 2
+
+
+@pytest.mark.parametrize("read", [lambda t, n: t[n : n + 2].sum(), lambda t, n: t[n] * 2, lambda t, n: t.narrow(0, n, 2).sum()])
+def test_a_read_at_an_index_that_changes_works_in_transforms(read: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    def fn(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.func.grad(lambda t: read(t, n) * t[0])(x[0]), torch.func.vmap(lambda t: read(t, n))(x)
+
+    step = spmd.compile(fn)
+    for n in (1, 2, 3):
+        assert_same(step(data().to("jax"), n), fn(data(), n))

@@ -163,8 +163,8 @@ def huber_loss(
     require_one_dtype(input, target)
     require(delta > 0, weight is None, input.shape == target.shape)
     _require_reduction(reduction)
-    distance = (input - target).abs()
-    return _reduced(torch.where(distance < delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta)), reduction)
+    distance, near = _distances(input, target, delta)
+    return _reduced(torch.where(distance < delta, 0.5 * near * near, delta * (distance - 0.5 * delta)), reduction)
 
 
 @composes(F.smooth_l1_loss)
@@ -176,8 +176,14 @@ def smooth_l1_loss(
     require_one_dtype(input, target)
     require(beta > 0, input.shape == target.shape)
     _require_reduction(reduction, size_average, reduce)
+    distance, near = _distances(input, target, beta)
+    return _reduced(torch.where(distance < beta, 0.5 * near * near / beta, distance - 0.5 * beta), reduction)
+
+
+def _distances(input: torch.Tensor, target: torch.Tensor, limit: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distances, and those below the limit, otherwise 0: for infinity the gradient of the square is NaN, also behind `where`."""
     distance = (input - target).abs()
-    return _reduced(torch.where(distance < beta, 0.5 * distance * distance / beta, distance - 0.5 * beta), reduction)
+    return distance, torch.where(distance < limit, distance, torch.zeros((), dtype=distance.dtype, device=distance.device))
 
 
 @composes(F.margin_ranking_loss)

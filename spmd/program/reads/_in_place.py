@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from spmd.program.reads._composed_functions import raised_in_place
+from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
 from spmd.program.reads._varying import Varying
 
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor")
@@ -32,7 +33,10 @@ def _define(name: str) -> None:
     of_tensor = raised_in_place if name == "pow" else do
 
     def operate(self: _InPlace, number: Varying) -> Any:
-        return of_tensor(self.target, number.traced()) if isinstance(self.target, torch.Tensor) else do(self.target, number.concrete())
+        if not isinstance(self.target, torch.Tensor):
+            return do(self.target, number.concrete())
+        taken = as_scalar(number.traced(), self.target) if is_mapped_scalar(self.target) else number.traced()
+        return of_tensor(self.target, taken)
 
     setattr(_InPlace, f"__i{name}__", operate)
 

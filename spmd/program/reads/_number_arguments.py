@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from spmd.base._torch import are_functorch_transforms_active
+from spmd.base._torch import DeviceContext, are_functorch_transforms_active, function_mode_at, num_torch_function_modes
 from spmd.device._numbers import NumberNode, sample
 
 _METHODS = (BuiltinMethodType, MethodType)
@@ -34,7 +34,7 @@ def composes(*functions: Any, method: str = "") -> Callable[[Callable[..., Any]]
 
         @functools.wraps(function)
         def called(*given: Any, **options: Any) -> Any:
-            if len(given) > len(parameters) or not parameters.keys() >= options.keys():
+            if len(given) > len(parameters) or not parameters.keys() >= options.keys() or _is_overridden((*given, *options.values())):
                 raise NotImplementedError
             return function(*given, **options)
 
@@ -45,6 +45,20 @@ def composes(*functions: Any, method: str = "") -> Callable[[Callable[..., Any]]
         return called
 
     return register
+
+
+def _is_overridden(values: tuple[Any, ...]) -> bool:
+    """Whether a mode, or a subclass among the arguments, would see the function that is called (`__torch_function__`)."""
+    modes = (type(function_mode_at(i)) for i in range(num_torch_function_modes()))
+    kinds = {type(value) for value in values if isinstance(value, torch.Tensor)} - {torch.Tensor, torch.nn.Parameter}
+    return any(mode is not DeviceContext for mode in modes) or any(not _is_plain(kind) for kind in kinds)
+
+
+def _is_plain(kind: Any) -> bool:
+    function = kind.__torch_function__
+    if str(kind.__module__).startswith("spmd."):  # sharded tensors
+        return True
+    return getattr(function, "__func__", function) in (torch.Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)
 
 
 def composition(fn: Any) -> Callable[..., Any] | None:

@@ -22,7 +22,7 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
-from spmd.base._torch import DisableTorchFunctionSubclass, pytree
+from spmd.base._torch import DisableTorchFunctionSubclass, is_functorch_wrapped_tensor, pytree
 from spmd.device._numbers import carried
 from spmd.device._storage import buffer_of, is_device_tensor, recording, wrap
 from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying
@@ -199,7 +199,11 @@ def _selection(tensor: Any, key: Any) -> _Selection | None:
     """The rows that `tensor[key]` selects; None if no program can select them with the numbers as inputs."""
     parts = key if type(key) is tuple else (key,)
     open_ones = [is_varying(part) or _is_position(part) for part in parts]
-    if not is_device_tensor(tensor) or not all(is_open or _is_plain(part) for part, is_open in zip(parts, open_ones, strict=True)):
+    if (
+        not is_device_tensor(tensor)
+        or is_functorch_wrapped_tensor(tensor)
+        or not all(is_open or _is_plain(part) for part, is_open in zip(parts, open_ones, strict=True))
+    ):
         return None
     num_taken = sum(part is not None and part is not Ellipsis for part in parts)
     if num_taken > tensor.dim() or sum(part is Ellipsis for part in parts) > 1:
