@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from spmd.base import _counters
-from spmd.base._convert import as_operand, cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
+from spmd.base._convert import ComputeDtype, cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
 from spmd.base._errors import called_at, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
@@ -26,12 +26,12 @@ from spmd.base._torch import elementwise_dtypes
 from spmd.device import _generator, _indices
 from spmd.device._arrays import padded, stored_shape
 from spmd.device._copy import host_value, like_placement
-from spmd.device._fitting_numbers import fitting
 from spmd.device._inlined import Inlined
-from spmd.device._numbers import carried, data_dependent, decided, sample, with_known
+from spmd.device._numbers import carried, data_dependent, decided, number_of, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, kind_of_number, meta_argument, refuse_large_ints
+from spmd.device._representable_numbers import with_representable
 from spmd.device._saved_results import reuse_or_save
 from spmd.device._storage import load, once, store, trace_setting, wrap
 from spmd.device._trace_lock import was_taken, with_trace_lock
@@ -42,6 +42,7 @@ _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 _LARGEST_FLOAT, _LARGEST_INT = torch.finfo(torch.float32).max, torch.iinfo(torch.int32).max
 _HALF = (torch.float16, torch.bfloat16)
+_OPERANDS = frozenset({"self", "other"})
 _INT64_VECTOR = torch.zeros(1, dtype=torch.int64)
 _INT32_SCALAR = torch.zeros((), dtype=torch.int32)
 
@@ -64,7 +65,7 @@ class Plan:
         self,
         lowering: Lowering,
         template: tuple[list[Any], dict[str, Any]],
-        compute: tuple[np.dtype[Any] | None, ...],
+        compute: tuple[ComputeDtype | None, ...],
         results: tuple[np.dtype[Any] | None, ...] | None,
         meta_check: MetaCheck,
     ) -> None:
@@ -87,8 +88,7 @@ class Plan:
             The op's result or results, and the new values of the arguments in `lowering.updates`.
         """
         self.check(dynamic)
-        result = self.results[0] if self.results else None
-        values = [as_operand(value, dtype, result) for value, dtype in zip(dynamic, self.compute, strict=True)]
+        values = [value if dtype is None else dtype.of(value) for value, dtype in zip(dynamic, self.compute, strict=True)]
         args = [_filled(arg, values) for arg in self.template[0]]
         kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
         if self.lowering.random:
@@ -197,7 +197,7 @@ class Adapter:
             args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
         if self.known:
             args, kwargs = with_known(self.known, self.names, args, kwargs)
-        args, kwargs = fitting(self.name, args, kwargs)
+        args, kwargs = with_representable(self.name, args, kwargs)
         plan, dynamic = self.plan(args, kwargs)
         key = self.key(args, kwargs)
         needs_values = self.needs_values(args, kwargs)
@@ -344,7 +344,7 @@ class Adapter:
             results = tuple(m if m is None or m.is_floating_point else c for m, c in zip(results, on_cpu.dtypes, strict=True))
         places = *enumerate(args), *((self.accepts[name], arg) for name, arg in kwargs.items() if name not in _IGNORED)
         refuse_large_ints(self.name, (arg for i, arg in places if self.is_tensor[i] or self.dynamic_scalar[i]))
-        compute: list[np.dtype[Any] | None] = [None] * counter[0]
+        compute: list[ComputeDtype | None] = [None] * counter[0]
         if self.lowering.pointwise:
             compute = self._compute_dtypes(args, kwargs, results, counter[0])
         elif self.fills_dtype and results is not None and results[0] is not None:
@@ -374,7 +374,7 @@ class Adapter:
 
     def _compute_dtypes(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[torch.dtype | None, ...] | None, count: int
-    ) -> list[np.dtype[Any] | None]:
+    ) -> list[ComputeDtype | None]:
         """The dtype to compute in for each dynamic value: torch's promoted dtype, or float32 for 16-bit floats."""
         named = [*zip(self.names, args, strict=False), *((n, a) for n, a in kwargs.items() if n not in _IGNORED)]
         chosen = self.lowering.promoted
@@ -385,8 +385,8 @@ class Adapter:
             promoted = result
         if promoted in _HALF and self.lowering.widened:
             promoted = torch.float32
-        dtype = to_numpy_dtype(promoted)
-        compute: list[np.dtype[Any] | None] = []
+        dtype, rounded = to_numpy_dtype(promoted), None if results is None or results[0] is None else to_numpy_dtype(results[0])
+        compute: list[ComputeDtype | None] = []
         for name, arg in named:
             for item in arg if isinstance(arg, list | tuple) else [arg]:
                 position, is_tensor = self.accepts[name], isinstance(item, torch.Tensor | torch.SymFloat)
@@ -394,7 +394,8 @@ class Adapter:
                     takes_part = name in chosen if chosen else True
                     # an input of the program that stands for a number has 64 bits; torch converts the number to the operands' dtype
                     takes_part |= isinstance(item, torch.SymFloat) and promoted.is_floating_point
-                    compute.append(dtype if (is_tensor or self.is_tensor[position]) and takes_part else None)
+                    takes_part &= is_tensor or self.is_tensor[position] or (name in _OPERANDS and result in _HALF)
+                    compute.append(ComputeDtype(dtype, rounded, name == self.lowering.wide) if takes_part else None)
         assert len(compute) == count, f"{self.op}: {len(compute)} operands described, {count} placed"
         return compute
 
@@ -418,9 +419,9 @@ def _filled(arg: Any, values: Sequence[Any]) -> Any:
     return [_filled(item, values) for item in arg] if isinstance(arg, list) else arg
 
 
-def _cast_scalar(value: Any, dtype: np.dtype[Any] | None) -> Any:
-    """A 0-dim value in the dtype to compute in, converted once for all ops that use it."""
-    if dtype is None or not isinstance(value, jax.Array) or value.shape or value.dtype == dtype:
+def _cast_scalar(value: Any, compute: ComputeDtype | None) -> Any:
+    """A 0-dim value in the dtype that it has first, converted once for all ops that use it."""
+    if compute is None or not isinstance(value, jax.Array) or value.shape or value.dtype == (dtype := compute.first(value)):
         return value
     return once(dtype, (value,), lambda: cast(value, dtype))
 
@@ -437,8 +438,7 @@ def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
     """The value of a tensor argument and its part of the plan's key: dtype and whether it is 0-dim, or a wrapped number's type."""
     if tensor.device.type == "jax":
         return load(tensor), (tensor.dtype if tensor.dim() else (tensor.dtype,))
-    number = getattr(tensor, "__wrapped_number", None)
-    if number is not None:
+    if (number := number_of(tensor)) is not None:
         return carried(number), (torch.SymFloat, type(sample(number)))
     if tensor.dim() == 0 and tensor.device.type == "cpu":
         if is_wrapped_number(tensor):
@@ -482,14 +482,10 @@ def _promoted(operands: list[Any]) -> torch.dtype:
 
 
 def _number_or_tensor(arg: Any) -> Any:
-    if isinstance(arg, torch.SymFloat):
-        return sample(arg)
-    if isinstance(arg, torch.Tensor) and arg.device.type == "cpu":
-        number = getattr(arg, "__wrapped_number", None)
-        if number is not None:
-            return sample(number)
-        return arg.item() if arg.dim() == 0 and is_wrapped_number(arg) else arg
-    return arg
+    if (number := number_of(arg)) is not None:
+        return sample(number)
+    is_plain = isinstance(arg, torch.Tensor) and arg.is_cpu and arg.dim() == 0 and is_wrapped_number(arg)
+    return arg.item() if is_plain else arg
 
 
 _HALF_NUMBER = torch.empty((), dtype=torch.float16, device="meta")

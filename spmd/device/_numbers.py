@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -455,6 +455,18 @@ def with_known(names: Collection[str], order: Sequence[str], args: tuple[Any, ..
         return arg.node.known("number (an argument that decides a shape, or how to compute)") if is_ours else arg
 
     return tuple(map(known, order, args)), {name: known(name, arg) for name, arg in kwargs.items()}
+
+
+def is_program_number(value: Any) -> TypeGuard[torch.SymFloat]:
+    """Whether it is a number of the traced program."""
+    return type(value) in (torch.SymFloat, torch.SymBool) and isinstance(value.node, NumberNode)
+
+
+def number_of(arg: Any) -> Any:
+    """The `torch.SymFloat` that an argument of an operator is, or that C++ has wrapped in a 0-dim CPU tensor; None for others."""
+    if isinstance(arg, torch.SymFloat):
+        return arg
+    return getattr(arg, "__wrapped_number", None) if isinstance(arg, torch.Tensor) and arg.is_cpu else None
 
 
 def sample(number: torch.SymFloat | torch.SymBool) -> float | int | bool:

@@ -25,7 +25,7 @@ import torch
 
 from spmd.base._errors import SpmdError, UnsupportedOpError, called_at, message
 from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, disable_current_modes, dispatch_has_kernel_for_dispatch_key
-from spmd.device._numbers import sample
+from spmd.device._numbers import number_of, sample
 from spmd.device._storage import buffer_of, is_device_tensor
 
 _FEW = 2**16  # total number of elements up to which the real shapes are used
@@ -230,7 +230,7 @@ def meta_argument(arg: Any, index_of: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         if arg.device.type == "jax":
             return TensorSlot(index_of.index, arg.dtype)
-        number = getattr(arg, "__wrapped_number", None)
+        number = number_of(arg)
         return arg if number is None else sample(number)
     if isinstance(arg, list | tuple):
         return [meta_argument(item, index_of[i] if isinstance(index_of, list) else None) for i, item in enumerate(arg)]

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from spmd.device._numbers import number_of, sample
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -78,7 +80,7 @@ _DIVISOR = "mask the divisor before this line: torch.where(n == 0, 1, n)"
 
 def _divisor(named: _Named) -> Iterator[Refused]:
     """Checks only integer division: floats have infinities, and bools are not divided."""
-    self, other = named["self"], named["other"]
+    self, other = (arg if (number := number_of(arg)) is None else sample(number) for arg in (named["self"], named["other"]))
     if torch.result_type(self, other) not in _INTEGERS or (isinstance(self, torch.Tensor) and not self.numel()):
         return
     if isinstance(other, torch.Tensor):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd.lowering import _arithmetic as arithmetic
@@ -138,8 +139,9 @@ _EXACT: dict[str, Any] = {
     "ne.Tensor ne.Scalar": jnp.not_equal,
     "nextafter": jnp.nextafter,
 }
+_WIDE = frozenset({"div.Tensor div.Scalar", "mul.Tensor mul.Scalar"})
 for _names, _fn in _TABLE.items():
-    lower(*_names.split(), pointwise=True)(_fn)
+    lower(*_names.split(), pointwise=True, wide="other" if _names in _WIDE else "")(_fn)
 for _names, _fn in _EXACT.items():
     lower(*_names.split(), pointwise=True, widened=False)(_fn)
 
@@ -159,30 +161,33 @@ def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
     return other - scaled(self, alpha)
 
 
-@lower("div.Tensor_mode", "div.Scalar_mode", pointwise=True, widened=False)
+@lower("div.Tensor_mode", "div.Scalar_mode", pointwise=True, widened=False, wide="other")
 def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
-    """As on torch's CPU, a 16-bit quotient is rounded to 16 bits before truncation, but not before the floor."""
+    """As on torch's CPU, a 16-bit quotient of arrays is rounded to 16 bits before truncation, but not before the floor."""
     if rounding_mode is None:
         return jnp.true_divide(self, other)
     is_integral = jnp.issubdtype(jnp.result_type(self, other), jnp.integer)
-    if rounding_mode == "trunc":
-        return lax.div(*_integers(self, other)) if is_integral else jnp.trunc(jnp.true_divide(self, other))
     if is_integral:
-        return jnp.floor_divide(self, other)
-    dtype = jnp.result_type(self, other)
-    wide = jnp.promote_types(dtype, jnp.float32)
+        return lax.div(*_integers(self, other)) if rounding_mode == "trunc" else jnp.floor_divide(self, other)
+    wide = jnp.promote_types(jnp.result_type(self, other), jnp.float32)
+    if rounding_mode == "trunc":
+        return jnp.trunc(jnp.true_divide(self, other if jnp.ndim(other) else jnp.asarray(other, wide)))
     self, other = jnp.asarray(self, wide), jnp.asarray(other, wide)
     floor = jnp.floor_divide(self, other)
-    return jnp.where(floor == 0, jnp.copysign(floor, self / other), floor).astype(dtype)
+    return jnp.where(floor == 0, jnp.copysign(floor, self / other), floor)
 
 
-@lower("floor_divide", "floor_divide.Scalar", pointwise=True, widened=False)
+@lower("floor_divide", "floor_divide.Scalar", pointwise=True, widened=False, wide="other")
 def floor_divide(self: Any, other: Any) -> Any:
     return div_mode(self, other, rounding_mode="floor")
 
 
-@lower("pow.Tensor_Scalar", pointwise=True, static=("exponent",))
+@lower("pow.Tensor_Scalar", pointwise=True, widened=False, static=("exponent",))
 def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
+    """As on torch's CPU, the exponent is rounded to the 16 bits of the base, and the power is computed in more."""
+    if self.dtype in (jnp.float16, jnp.bfloat16):
+        exponent = float(np.asarray(exponent, self.dtype)) if is_static(exponent) else exponent.astype(self.dtype).astype(jnp.float32)
+        self = self.astype(jnp.float32)
     if is_static(exponent) and not isinstance(exponent, complex):
         if abs(exponent) <= 4 and exponent == int(exponent) and jnp.issubdtype(self.dtype, jnp.inexact):
             return lax.integer_pow(self, int(exponent))
@@ -190,7 +195,11 @@ def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
             return _sqrt(self)
         if exponent == -0.5:  # like torch's CPU: the power of -0.0 is -inf, and that of -inf is NaN
             return _rsqrt(self)
-    return jnp.ones_like(self) if is_static(exponent) and exponent == 0 else _power(self, exponent)
+    if is_static(exponent) and exponent == 0:
+        return jnp.ones_like(self)
+    if not jnp.issubdtype(self.dtype, jnp.integer):
+        return _power(self, exponent)
+    return lax.integer_pow(self, exponent) if isinstance(exponent, int) else _integer_power(self, jnp.asarray(exponent).astype(jnp.int64))
 
 
 @lower("pow.Tensor_Tensor", "pow.Scalar", pointwise=True)
@@ -303,7 +312,7 @@ def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None,
     return jnp.nan_to_num(self, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
-@lower("ldexp.Tensor", pointwise=True)
+@lower("ldexp.Tensor", pointwise=True, wide="other")
 def ldexp(self: Any, other: Any) -> Any:
     """Add to the floating-point exponent directly, which is exact and has no intermediate overflow."""
     if jnp.iscomplexobj(self) or jnp.iscomplexobj(other):

@@ -21,6 +21,7 @@ from spmd.base._convert import host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
 from spmd.base._signals import handlers_wait
+from spmd.base._torch import increment_version
 from spmd.device._arrays import fetched, is_readable
 from spmd.device._checks import note
 from spmd.device._pacing import note_call
@@ -43,7 +44,7 @@ from spmd.program.run._host_inputs import HostInputs
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.run._program_devices import ProgramDevices
 from spmd.program.run._state_arrays import StateArrays
-from spmd.program.run._written_tensors import WrittenTensors, increment_version
+from spmd.program.run._written_tensors import WrittenTensors
 from spmd.program.stored import StoredTrace
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._captured import Captured

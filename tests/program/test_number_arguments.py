@@ -103,7 +103,7 @@ def test_a_number_where_torch_takes_a_plain_one_is_an_input(name: str) -> None:
     assert run.num_traces == 2
 
 
-def test_an_exponent_is_not_rounded_to_the_tensors_16_bits() -> None:
+def test_a_power_with_16_bits_is_that_of_the_plain_number() -> None:
     step = spmd.compile(lambda x, n: (x**n, n**x))
     for n in (1.111, 2.222, 3.333):
         x = torch.linspace(0.5, 3, 9, dtype=torch.bfloat16).to("jax")
@@ -263,7 +263,7 @@ def counted(x: torch.Tensor, n: int) -> torch.Tensor:
     return x
 
 
-BESIDE_INTS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, Any], Any], tuple[Any, ...]]] = {
+BESIDE_DTYPES: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, Any], Any], tuple[Any, ...]]] = {
     "int64 + n": (torch.int64, lambda x, n: x + n, (1, 2, 2**53 + 1, 2**62 + 1, 2**63 - 1)),
     "int32 + n": (torch.int32, lambda x, n: x + n, (1, 2, 2**31, 3000000000, 2**32 + 5)),
     "int64 == n": (torch.int64, lambda x, n: (x + 2**53) == n, (1, 2, 2**53 + 4, 2**53 + 5)),
@@ -283,7 +283,19 @@ BESIDE_INTS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, Any], Any], tu
     "fmod": (torch.int64, torch.fmod, (1, 2, 3, 0)),
     "div": (torch.int64, lambda x, n: torch.div(x, n, rounding_mode="trunc"), (1, 2, 3, 0)),
     "uint8 // n": (torch.uint8, lambda x, n: x // n, (1, 2, 3, 256)),
-    "**": (torch.int64, lambda x, n: x**n, (1, 2, 3, 0, -3)),
+    "**": (torch.int64, lambda x, n: x**n, (1, 2, 3, 0, -3, 127)),
+    "n //": (torch.int64, lambda x, n: n // (x - 1), (1, 2, -3)),
+    "n %": (torch.int64, lambda x, n: n % (x - 1), (1, 2, -3)),
+    "addcmul": (torch.int64, lambda x, n: torch.addcmul(x, x, x, value=n), (1, 2.5, math.nan, math.inf)),
+    "index_add": (torch.int32, lambda x, n: x.index_add(0, x * 0, x, alpha=n), (1, 2.5, 2**31, math.inf)),
+    "hardtanh": (torch.int64, lambda x, n: F.hardtanh(x, -1, n), (1, 2.5, math.inf)),
+    "threshold": (torch.int64, lambda x, n: F.threshold(x, n, n), (1, 2.5, -math.inf)),
+    "addmv with a float": (torch.int64, lambda x, n: torch.addmv(x, x[:, None] * x, x, alpha=n), (1, 2.5, math.nan)),
+    "float16": (torch.float16, lambda x, n: torch.addcmul(x, x, x, value=n), (1, 2.5, 70000.0, math.inf)),
+    "bool // n": (torch.bool, lambda x, n: x // n, (1, 2, -3, 0)),
+    "bool ** n": (torch.bool, lambda x, n: x**n, (1, 2, -3)),
+    "alpha of bools": (torch.bool, lambda x, n: torch.add(x & False, x, alpha=n), (3, 2, 0, -1)),
+    "tensor of a float": (torch.int64, lambda x, n: torch.tensor(n, device=x.device), (1.5, 1e39, -math.inf)),
     "float * n": (torch.int64, lambda x, n: x.float() * n, (1, 2, 2**60, -(2**55))),
     "beta": (torch.int64, lambda x, n: torch.addmv(x / 0, torch.eye(3, device=x.device), x * 1.0, beta=n), (1, 2, 0)),
     "x[n : n + 2]": (torch.int64, lambda x, n: x[n : n + 2] * 2, (-3, -2, -1, 0, 1)),
@@ -291,10 +303,10 @@ BESIDE_INTS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, Any], Any], tu
 }
 
 
-@pytest.mark.parametrize("name", BESIDE_INTS)
-def test_an_int_beside_integers_is_wrapped_or_refused_as_by_torch(name: str) -> None:
+@pytest.mark.parametrize("name", BESIDE_DTYPES)
+def test_a_number_that_the_dtype_does_not_represent_is_wrapped_or_refused_as_by_torch(name: str) -> None:
     """A number that varies is a 64-bit float in the program. Values that the integers do not represent were clamped silently."""
-    dtype, fn, numbers = BESIDE_INTS[name]
+    dtype, fn, numbers = BESIDE_DTYPES[name]
     step = spmd.compile(fn)
     for n in numbers:
         x = torch.tensor([7, 5, 1], dtype=dtype)
@@ -337,10 +349,15 @@ def test_a_number_beside_a_tensor_on_the_cpu_is_the_number(name: str) -> None:
 
 def test_a_learning_rate_beside_a_tensor_on_the_cpu_is_the_number() -> None:
     table, optimizer = torch.tensor([1.0, 2.0]), torch.optim.SGD([torch.nn.Parameter(torch.ones(2, device="jax"))], lr=0.1)
-    step = spmd.compile(lambda x: x * 0 + (table * optimizer.param_groups[0]["lr"]).to(x.device))
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        lr = optimizer.param_groups[0]["lr"]
+        return x * 0 + (table * lr + scaled_in_place(table, lr)).to(x.device)
+
     for lr in (0.1, 0.2, 0.3):
         optimizer.param_groups[0]["lr"] = lr
-        assert_same(step(torch.ones(2, device="jax")), table * lr)
+        assert_same(step(torch.ones(2, device="jax")), table * lr * 2)
 
 
 class Replaces(TorchFunctionMode):

@@ -87,7 +87,7 @@ from spmd.program.reads._varying import (
     substitute,
     with_fixed_keys,
 )
-from spmd.program.reads._varying_index import of_items
+from spmd.program.reads._varying_index import for_items
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -241,7 +241,7 @@ def _call_with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> 
         return lambda key, *rest: fn(fixed(key), *rest)
     if args and type(args[0]) is Varying and (instead := lookup(recording, fn, args[0])) is not None:
         return instead
-    if (instead := of_items(fn, args, recording.fixes_indices)) is not None:
+    if (instead := for_items(fn, args, recording.fixes_indices)) is not None:
         return instead
     if any(map(is_varying, args)) and any(map(is_varying, args[: (num_fixed := num_keys(fn))])):
         chosen = note_call(recording, fn, (*map(fixed_if_varying, args[:num_fixed]), *args[num_fixed:]))

@@ -30,7 +30,7 @@ from bytecode import BinaryOp
 from bytecode.instr import Instr, Label
 
 from spmd.device._host_answers import host_answer
-from spmd.device._numbers import NumberNode, carried, needs_value
+from spmd.device._numbers import carried, is_program_number, needs_value
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor, load, recording, wrap
 from spmd.program.reads._instructions import VERSION
@@ -223,7 +223,7 @@ def _number(condition: Any) -> Any:
         return None
     if is_device_tensor(condition) and condition.numel() == 1:
         return load(condition)
-    if isinstance(condition, (torch.SymFloat, torch.SymBool)) and isinstance(condition.node, NumberNode):
+    if is_program_number(condition):
         is_of_program = condition.node.evaluate is None and isinstance(carried(condition), jax.Array)
         return carried(condition) if is_of_program else None
     return None

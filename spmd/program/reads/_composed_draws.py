@@ -20,15 +20,17 @@ from spmd.device._numbers import carried
 from spmd.device._storage import wrap
 from spmd.program.reads._number_arguments import composes, is_int, require, require_floats, require_number
 
-_DRAWN = (torch.float32, torch.float64)  # dtypes in which random numbers are drawn; others are drawn in float32
 _INT32 = torch.iinfo(torch.int32)
 _ALPHA = 1.7580993408473766  # of alpha dropout: SELU's lambda * alpha
 
 
+def _drawn_dtype(like: torch.Tensor) -> torch.dtype:
+    """The dtype in which the device draws the elements of a tensor like `like`."""
+    return like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
+
+
 def _random(shape: Any, like: torch.Tensor, draw: Callable[..., torch.Tensor], generator: Any) -> torch.Tensor:
-    """Random numbers in the dtype in which the device draws those of a tensor like `like`."""
-    dtype = like.dtype if like.dtype in _DRAWN else torch.float32
-    return draw(shape, dtype=dtype, device=like.device, generator=generator)
+    return draw(shape, dtype=_drawn_dtype(like), device=like.device, generator=generator)
 
 
 def _of_elements(input: torch.Tensor) -> Sequence[int]:
@@ -69,7 +71,9 @@ def _constant(number: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), number, dtype=like.dtype, device=like.device)
 
 
-def _dropout(name: str, **options: Any) -> None:
+def _dropout(name: str, training_by_default: bool | None = None, **options: Any) -> None:
+    """Register the dropouts of a name: torch's, and that of `F` if its `training` has a default."""
+
     @composes(getattr(torch, name))
     def of_torch(input: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
         return _dropped(input, p, train, **options)
@@ -78,32 +82,18 @@ def _dropout(name: str, **options: Any) -> None:
     def of_torch_in_place(input: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
         return _dropped(input, p, train, in_place=True, **options)
 
+    if training_by_default is None:
+        return
 
-for _name, _options in {
-    "dropout": {},
-    "feature_dropout": {"drawn": _of_channels},
-    "alpha_dropout": {"is_alpha": True},
-    "feature_alpha_dropout": {"drawn": _of_channels, "is_alpha": True},
-}.items():
-    _dropout(_name, **_options)
+    @composes(getattr(F, name))
+    def of_functional(input: torch.Tensor, p: Any = 0.5, training: bool = training_by_default, inplace: bool = False) -> torch.Tensor:
+        return _dropped(input, p, training, in_place=inplace, **options)
 
 
-@composes(F.dropout)
-def dropout(input: torch.Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """`F.dropout`."""
-    return _dropped(input, p, training, in_place=inplace)
-
-
-@composes(F.alpha_dropout)
-def alpha_dropout(input: torch.Tensor, p: Any = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
-    """`F.alpha_dropout`."""
-    return _dropped(input, p, training, in_place=inplace, is_alpha=True)
-
-
-@composes(F.feature_alpha_dropout)
-def feature_alpha_dropout(input: torch.Tensor, p: Any = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
-    """`F.feature_alpha_dropout`."""
-    return _dropped(input, p, training, in_place=inplace, drawn=_of_channels, is_alpha=True)
+_dropout("dropout", training_by_default=True)
+_dropout("feature_dropout", drawn=_of_channels)
+_dropout("alpha_dropout", training_by_default=False, is_alpha=True)
+_dropout("feature_alpha_dropout", training_by_default=False, drawn=_of_channels, is_alpha=True)
 
 
 def _dropout_of_channels(fn: Any, num_dims: int) -> None:
@@ -158,8 +148,7 @@ def exponential_(self: torch.Tensor, lambd: Any = 1, *, generator: Any = None) -
     require_number(lambd)
     require_floats(self)
     require(lambd > 0)
-    dtype = self.dtype if self.dtype in _DRAWN else torch.float32
-    return self.copy_(torch.empty_like(self, dtype=dtype).exponential_(generator=generator) / lambd)
+    return self.copy_(torch.empty_like(self, dtype=_drawn_dtype(self)).exponential_(generator=generator) / lambd)
 
 
 @composes(method="log_normal_")

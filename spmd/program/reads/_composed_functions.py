@@ -6,6 +6,8 @@ The formulas are those of torch, in `aten/src/ATen/native/` Activation.cpp, Loss
 from __future__ import annotations
 
 import builtins
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 
 from spmd.program.reads._number_arguments import (
     as_tensor,
+    by_composition,
     composes,
     is_int,
     require,
@@ -26,11 +29,27 @@ from spmd.program.reads._number_arguments import (
 _EPSILON = 1e-12  # of the cosine embedding loss
 
 
-def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
-    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+def _loss(fn: Any) -> Callable[[Callable[..., torch.Tensor]], Callable[..., Any]]:
+    """Register the decorated function, which computes the losses that `fn` reduces from `fn`'s other arguments, in the place of `fn`."""
+    signature = inspect.signature(fn)
+
+    def register(losses_of: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        @composes(fn)
+        @functools.wraps(fn)
+        def reduced(*given: Any, **options: Any) -> torch.Tensor:
+            arguments = signature.bind(*given, **options)
+            arguments.apply_defaults()
+            reduction = arguments.arguments.pop("reduction")
+            _require_reduction(reduction, *(arguments.arguments.pop(name, None) for name in ("size_average", "reduce")))
+            losses = losses_of(**arguments.arguments)
+            return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+
+        return reduced
+
+    return register
 
 
-def _require_reduction(reduction: str, size_average: Any = None, reduce: Any = None) -> None:
+def _require_reduction(reduction: str, size_average: Any, reduce: Any) -> None:
     require(size_average is None, reduce is None, reduction in ("none", "mean", "sum"))
 
 
@@ -53,20 +72,8 @@ def power_(self: torch.Tensor, exponent: Any) -> torch.Tensor:
     return self.pow_(as_tensor(exponent, self))
 
 
-def raised(left: Any, right: Any) -> Any:
-    """`left ** right`."""
-    try:
-        return power(left, right)
-    except NotImplementedError:
-        return left**right
-
-
-def raised_in_place(left: Any, right: Any) -> Any:
-    """`left **= right`."""
-    try:
-        return power_(left, right)
-    except NotImplementedError:
-        return operator.ipow(left, right)
+raised = functools.partial(by_composition, power, operator.pow)  # `left ** right`
+raised_in_place = functools.partial(by_composition, power_, operator.ipow)  # `left **= right`
 
 
 class _PowerOperand:
@@ -154,30 +161,24 @@ def quantile(input: torch.Tensor, q: Any, dim: int | None = None, keepdim: bool 
     return torch.quantile(input, as_tensor(q, input), dim, keepdim, interpolation=interpolation)
 
 
-@composes(F.huber_loss)
-def huber_loss(
-    input: torch.Tensor, target: torch.Tensor, reduction: str = "mean", delta: Any = 1.0, weight: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`F.huber_loss`."""
+@_loss(F.huber_loss)
+def huber_losses(input: torch.Tensor, target: torch.Tensor, delta: Any, weight: torch.Tensor | None) -> torch.Tensor:
+    """The losses of `F.huber_loss`."""
     require_number(delta)
     require_one_dtype(input, target)
     require(delta > 0, weight is None, input.shape == target.shape)
-    _require_reduction(reduction)
     distance, near = _distances(input, target, delta)
-    return _reduced(torch.where(distance < delta, 0.5 * near * near, delta * (distance - 0.5 * delta)), reduction)
+    return torch.where(distance < delta, 0.5 * near * near, delta * (distance - 0.5 * delta))
 
 
-@composes(F.smooth_l1_loss)
-def smooth_l1_loss(
-    input: torch.Tensor, target: torch.Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean", beta: Any = 1.0
-) -> torch.Tensor:
-    """`F.smooth_l1_loss`."""
+@_loss(F.smooth_l1_loss)
+def smooth_l1_losses(input: torch.Tensor, target: torch.Tensor, beta: Any) -> torch.Tensor:
+    """The losses of `F.smooth_l1_loss`."""
     require_number(beta)
     require_one_dtype(input, target)
     require(beta > 0, input.shape == target.shape)
-    _require_reduction(reduction, size_average, reduce)
     distance, near = _distances(input, target, beta)
-    return _reduced(torch.where(distance < beta, 0.5 * near * near / beta, distance - 0.5 * beta), reduction)
+    return torch.where(distance < beta, 0.5 * near * near / beta, distance - 0.5 * beta)
 
 
 def _distances(input: torch.Tensor, target: torch.Tensor, limit: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,80 +187,47 @@ def _distances(input: torch.Tensor, target: torch.Tensor, limit: Any) -> tuple[t
     return distance, torch.where(distance < limit, distance, torch.zeros((), dtype=distance.dtype, device=distance.device))
 
 
-@composes(F.margin_ranking_loss)
-def margin_ranking_loss(
-    input1: torch.Tensor,
-    input2: torch.Tensor,
-    target: torch.Tensor,
-    margin: Any = 0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """`F.margin_ranking_loss`."""
+@_loss(F.margin_ranking_loss)
+def margin_ranking_losses(input1: torch.Tensor, input2: torch.Tensor, target: torch.Tensor, margin: Any) -> torch.Tensor:
+    """The losses of `F.margin_ranking_loss`."""
     require_number(margin)
     require_one_dtype(input1, input2)
     require(input1.dim() == input2.dim() == target.dim())
-    _require_reduction(reduction, size_average, reduce)
-    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+    return (-target * (input1 - input2) + margin).clamp_min(0)
 
 
-@composes(F.hinge_embedding_loss)
-def hinge_embedding_loss(
-    input: torch.Tensor, target: torch.Tensor, margin: Any = 1.0, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> torch.Tensor:
-    """`F.hinge_embedding_loss`."""
+@_loss(F.hinge_embedding_loss)
+def hinge_embedding_losses(input: torch.Tensor, target: torch.Tensor, margin: Any) -> torch.Tensor:
+    """The losses of `F.hinge_embedding_loss`."""
     require_number(margin)
     require_one_dtype(input)
-    _require_reduction(reduction, size_average, reduce)
     zeros = torch.zeros_like(input)
-    of_others = torch.where(target != 1, (margin - input).clamp_min(0), zeros)
-    return _reduced(of_others + torch.where(target != -1, input, zeros), reduction)
+    return torch.where(target != 1, (margin - input).clamp_min(0), zeros) + torch.where(target != -1, input, zeros)
 
 
-@composes(F.cosine_embedding_loss)
-def cosine_embedding_loss(
-    input1: torch.Tensor,
-    input2: torch.Tensor,
-    target: torch.Tensor,
-    margin: Any = 0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """`F.cosine_embedding_loss`."""
+@_loss(F.cosine_embedding_loss)
+def cosine_embedding_losses(input1: torch.Tensor, input2: torch.Tensor, target: torch.Tensor, margin: Any) -> torch.Tensor:
+    """The losses of `F.cosine_embedding_loss`."""
     require_number(margin)
     require_one_dtype(input1, input2)
     require(target.dim() in (0, 1), input1.dim() == input2.dim() == target.dim() + 1)
-    _require_reduction(reduction, size_average, reduce)
     squares = ((input1 * input1).sum(-1) + _EPSILON) * ((input2 * input2).sum(-1) + _EPSILON)
     cosine = (input1 * input2).sum(-1) / squares.sqrt()
     zeros = torch.zeros_like(cosine)
-    of_others = torch.where(target == -1, (cosine - margin).clamp_min(0), zeros)
-    return _reduced(torch.where(target == 1, 1 - cosine, zeros) + of_others, reduction)
+    return torch.where(target == 1, 1 - cosine, zeros) + torch.where(target == -1, (cosine - margin).clamp_min(0), zeros)
 
 
-@composes(F.triplet_margin_loss)
-def triplet_margin_loss(
-    anchor: torch.Tensor,
-    positive: torch.Tensor,
-    negative: torch.Tensor,
-    margin: Any = 1.0,
-    p: float = 2,
-    eps: float = 1e-6,
-    swap: bool = False,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
+@_loss(F.triplet_margin_loss)
+def triplet_margin_losses(
+    anchor: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor, margin: Any, p: Any, eps: Any, swap: bool
 ) -> torch.Tensor:
-    """`F.triplet_margin_loss`."""
+    """The losses of `F.triplet_margin_loss`."""
     require_number(margin)
     require_one_dtype(anchor, positive, negative)
     require(margin > 0, anchor.dim() == positive.dim() == negative.dim(), type(p) in (int, float), type(eps) is float)
-    _require_reduction(reduction, size_average, reduce)
     near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
     far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps)) if swap else far
-    return _reduced((margin + near - far).clamp_min(0), reduction)
+    return (margin + near - far).clamp_min(0)
 
 
 @composes(F.cross_entropy)

@@ -1,7 +1,7 @@
 """In-place operators of a tensor or array and a number that varies: `p *= self.decay`.
 
 The operator of the tensor does not know the number, so Python would use the number's reflected operator, which returns a new tensor and
-leaves the one on the left as it is.
+leaves the one on the left as it is. Others lose a number of the program (`_number_operands`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd.device._numbers import is_program_number
 from spmd.program.reads._composed_functions import raised_in_place
-from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
+from spmd.program.reads._number_operands import loses_numbers, number_beside
 from spmd.program.reads._varying import Varying
 
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor")
@@ -32,11 +33,11 @@ def _define(name: str) -> None:
     do = getattr(operator, f"i{name}" if hasattr(operator, f"i{name}") else f"i{name}_")
     of_tensor = raised_in_place if name == "pow" else do
 
-    def operate(self: _InPlace, number: Varying) -> Any:
+    def operate(self: _InPlace, number: Any) -> Any:
         if not isinstance(self.target, torch.Tensor):
             return do(self.target, number.concrete())
-        taken = as_scalar(number.traced(), self.target) if is_mapped_scalar(self.target) else number.traced()
-        return of_tensor(self.target, taken)
+        taken = number.traced() if type(number) is Varying else number
+        return of_tensor(self.target, number_beside(taken, self.target) if loses_numbers(self.target) else taken)
 
     setattr(_InPlace, f"__i{name}__", operate)
 
@@ -47,7 +48,8 @@ for _name in _NAMES:
 
 def in_place_operand(left: Any, right: Any) -> Any:
     """The left operand to use in `left += right` and the like."""
-    return _InPlace(left) if type(right) is Varying and isinstance(left, (torch.Tensor, np.ndarray)) else left
+    is_varying = type(right) is Varying and isinstance(left, (torch.Tensor, np.ndarray))
+    return _InPlace(left) if is_varying or (is_program_number(right) and loses_numbers(left)) else left
 
 
 __all__ = ["in_place_operand"]

@@ -3,8 +3,8 @@
 C++ converts a float argument (the probability of a dropout, the margin of a loss), and the Scalar of some derivatives (the exponent of a
 power), to a double. It would be a constant of the program, which is then valid for one value. So such a call is composed of
 operations that take tensors or Scalars (`_composed_functions`, `_composed_draws`). They compute the same, up to rounding, and draw the
-same random numbers. A composition raises NotImplementedError for a call that
-it does not compute (torch raises an error for it, or the number is at another place). Then torch's own function is called.
+same random numbers. A composition raises NotImplementedError for a call that it does not compute: torch refuses it, the number is at
+another place, or a mode or subclass of the user's sees torch's function. Then torch's own function is called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from spmd.base._torch import DeviceContext, are_functorch_transforms_active, function_mode_at, num_torch_function_modes
-from spmd.device._numbers import NumberNode, sample
+from spmd.device._numbers import is_program_number, sample
 
 _METHODS = (BuiltinMethodType, MethodType)
 _composed: dict[int, Callable[..., Any]] = {}  # by id of torch's function
@@ -69,6 +69,14 @@ def composition(fn: Any) -> Callable[..., Any] | None:
     return _composed.get(id(fn))
 
 
+def by_composition(composed: Callable[..., Any], fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """`fn(*given, **options)`, computed by a composition if it can."""
+    try:
+        return composed(*given, **options)
+    except NotImplementedError:
+        return fn(*given, **options)
+
+
 def require(*conditions: Any) -> None:
     """Raise NotImplementedError unless all conditions hold. One that compares a program number is a branch of the program."""
     if not all(conditions):
@@ -107,7 +115,17 @@ def is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is torch.SymFloat and isinstance(value.node, NumberNode)
+    return type(value) is torch.SymFloat and is_program_number(value)
 
 
-__all__ = ["as_tensor", "composes", "composition", "is_int", "require", "require_floats", "require_number", "require_one_dtype"]
+__all__ = [
+    "as_tensor",
+    "by_composition",
+    "composes",
+    "composition",
+    "is_int",
+    "require",
+    "require_floats",
+    "require_number",
+    "require_one_dtype",
+]

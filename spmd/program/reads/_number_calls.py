@@ -23,12 +23,12 @@ import torch
 
 from spmd.device._host_copies import held_of
 from spmd.device._number_arithmetic import chosen, converted, of_math
-from spmd.device._numbers import OF_MATH, NumberNode, is_of_host, needs_value, sample
+from spmd.device._numbers import OF_MATH, is_of_host, is_program_number, needs_value, sample
 from spmd.device._storage import is_device_tensor
 from spmd.program.reads import _composed_draws, _composed_functions  # noqa: F401  # pyright: ignore[reportUnusedImport] - register
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._mapped_scalars import MappedScalar, as_scalar, is_mapped_scalar, takes_tensors, with_scalars
-from spmd.program.reads._number_arguments import composition
+from spmd.program.reads._number_arguments import by_composition, composition
+from spmd.program.reads._number_operands import TensorOperand, loses_numbers, number_beside, takes_tensors, with_operands
 
 _MOST = 64  # largest number of elements that `tensor` makes by one operation each
 CONVERSIONS = (builtins.float, builtins.int)
@@ -56,15 +56,15 @@ def is_lifted(value: Any) -> bool:
     """Whether it is a program number, or a list or tuple with one."""
     if type(value) in (list, tuple):
         return any(map(is_lifted, value))
-    return is_scalar(value)
+    return is_program_number(value)
 
 
 def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The callable to use instead of `fn` with program numbers; `fn` itself if it takes them."""
     if (composed := composition(fn)) is not None:
-        return partial(_by_composition, composed, fn)
+        return partial(by_composition, composed, partial(_with_known_lists, fn))
     if fn is builtins.isinstance or fn is builtins.hasattr or fn is builtins.dir:  # answered for a Python number of the same type
-        return lambda value, *rest: fn(sample(value) if is_scalar(value) else value, *rest)
+        return lambda value, *rest: fn(sample(value) if is_program_number(value) else value, *rest)
     if fn is builtins.type:
         return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
     if fn is torch.where:
@@ -84,7 +84,7 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     if any(fn is f for f in (torch.tensor, torch.as_tensor, torch.asarray)):
         return partial(tensor, fn)
     if takes_tensors(fn):
-        return partial(with_scalars, fn)
+        return partial(with_operands, fn)
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.Tensor) and fn.__name__ == "new_tensor":
         return lambda data, *, dtype=None, device=None, **options: tensor(
@@ -95,12 +95,10 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     return with_known(fn) if needs_known(fn) or getattr(fn, "__name__", "") in _OF_SIZES else fn
 
 
-def _by_composition(composed: Callable[..., Any], fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    try:
-        return composed(*given, **options)
-    except NotImplementedError:
-        sizes, named = ([known(v) if type(v) in (list, tuple) else v for v in values] for values in (given, options.values()))
-        return fn(*sizes, **dict(zip(options, named, strict=True)))
+def _with_known_lists(fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """`fn(*given, **options)` with Python numbers in lists and tuples, which are sizes and positions."""
+    lists = [known(v) if type(v) in (list, tuple) else v for v in (*given, *options.values())]
+    return fn(*lists[: len(given)], **dict(zip(options, lists[len(given) :], strict=True)))
 
 
 def is_converted(fn: Any, args: tuple[Any, ...]) -> bool:
@@ -121,7 +119,7 @@ def _chosen(fn: Any, *given: Any, **options: Any) -> Any:
 
 def _is_unknown(value: Any) -> bool:
     """Whether it is a program number that only the device knows."""
-    return is_scalar(value) and not is_of_host(value, asks=True)
+    return is_program_number(value) and not is_of_host(value, asks=True)
 
 
 def needs_known(fn: Any) -> bool:
@@ -178,11 +176,11 @@ def numpy_operand(left: Any, right: Any) -> Any:
     return known(left) if isinstance(right, _OF_NUMPY) and type(right) is not np.float64 and is_lifted(left) else left
 
 
-def mapped_operand(left: Any, right: Any) -> Any:
-    """The left operand to use where one operand is a program number and the other a 0-dim tensor under `vmap`."""
-    if is_scalar(right) and is_mapped_scalar(left):
-        return MappedScalar(left)
-    return as_scalar(left, right) if is_scalar(left) and is_mapped_scalar(right) else left
+def tensor_operand(left: Any, right: Any) -> Any:
+    """The left operand to use where one operand is a program number and the other a tensor that loses it."""
+    if is_program_number(right) and loses_numbers(left):
+        return TensorOperand(left)
+    return number_beside(left, right) if loses_numbers(right) and is_program_number(left) else left
 
 
 def require_known_name(value: Any, name: str) -> None:
@@ -191,26 +189,21 @@ def require_known_name(value: Any, name: str) -> None:
     Raises:
         TraceError: the attribute is one of these.
     """
-    if is_scalar(value) and (
+    if is_program_number(value) and (
         name in ("__class__", "__doc__", "node") or (hasattr(value.node.kind, name) and not hasattr(type(value), name))
     ):
         raise needs_value(f"number (for its attribute {name})")
 
 
-def is_scalar(value: Any) -> bool:
-    """Whether it is a program number."""
-    return type(value) in (torch.SymFloat, torch.SymBool) and isinstance(value.node, NumberNode)
-
-
 def matched_value(value: Any, by_parts: bool) -> Any:
     """The value to use for a class pattern, `case cls(...)`; `by_parts`: the pattern also reads attributes."""
-    if not is_scalar(value):
+    if not is_program_number(value):
         return value
     return known(value) if by_parts else sample(value)
 
 
 def _is_truth(value: Any) -> bool:
-    return is_scalar(value) and value.node.kind is bool
+    return is_program_number(value) and value.node.kind is bool
 
 
 def identity_operand(left: Any, right: Any) -> Any:
@@ -252,9 +245,15 @@ def tensor(fn: Callable[..., torch.Tensor], data: Any, *, requires_grad: bool = 
         more = {"requires_grad": True} if requires_grad else {}
         return fn(known(data), device=device, **options, **more)
     dtype = options.get("dtype") or torch.tensor([sample(v) if is_lifted(v) else v for v in values]).dtype
-    numbers = [torch.full((), v, dtype=dtype, device=device) for v in values]
+    numbers = [_element(v, dtype, device) for v in values]
     made = torch.stack(numbers).reshape(shape) if shape else numbers[0]
     return made.requires_grad_() if requires_grad else made
+
+
+def _element(number: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_floating_point:  # `torch.tensor` gives infinity where `torch.full` refuses a number
+        return torch.full((), number, dtype=torch.float64, device=device).to(dtype)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def _flat(data: Any) -> Iterator[Any]:
@@ -282,10 +281,9 @@ __all__ = [
     "identity_operand",
     "is_converted",
     "is_lifted",
-    "is_scalar",
     "is_searchable",
     "known",
-    "mapped_operand",
+    "tensor_operand",
     "matched_value",
     "needs_known",
     "numpy_operand",

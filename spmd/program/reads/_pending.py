@@ -26,7 +26,7 @@ import torch
 from spmd.base._branches import catches
 from spmd.base._errors import TraceError, called_at, message, user_line
 from spmd.device._host_copies import HostCopy
-from spmd.device._numbers import NumberNode, is_of_host, sample
+from spmd.device._numbers import is_of_host, is_program_number, sample
 from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN
@@ -60,15 +60,10 @@ class Slot(NamedTuple):
     position: int
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a number of the program."""
-    return type(value) in (torch.SymFloat, torch.SymBool) and isinstance(value.node, NumberNode)
-
-
 def parts_in(value: Any) -> Iterator[Any]:
     """The numbers of the program, varying numbers and pending values in it, also in lists, tuples, deques and dicts."""
     kind = type(value)
-    if kind is Pending or kind is Varying or is_number(value):
+    if kind is Pending or kind is Varying or is_program_number(value):
         yield value
     elif kind is dict:
         for item in value.values():
@@ -120,7 +115,7 @@ def kept(value: Any, parts: list[Any], other: Callable[[Any], Any] | None = None
         NotTaken: it contains such an object, and there is no `other`.
     """
     kind: Any = type(value)
-    if kind is Pending or kind is Varying or is_number(value):
+    if kind is Pending or kind is Varying or is_program_number(value):
         found = next((index for index, part in enumerate(parts) if part is value), len(parts))
         parts += [value] if found == len(parts) else []
         return Slot(found)
@@ -315,12 +310,12 @@ def item_of(holder: Any, key: Any) -> Pending:
 def has_items(holder: Any, key: Any) -> bool:
     """Whether `holder` is a container of Python or an array, and `key` is known only to the device."""
     is_plain = type(holder) in (list, tuple, dict, str, bytes, range) or (type(holder) is np.ndarray and holder.ndim == 1)
-    return is_plain and (type(key) is Pending or (is_number(key) and is_unknown(key)))
+    return is_plain and (type(key) is Pending or (is_program_number(key) and is_unknown(key)))
 
 
 def uniform(items: Any, title: str) -> Any:
     """A value of the class that all items have."""
-    samples = [sample_of(item) if type(item) is Pending or is_number(item) else item for item in items]
+    samples = [sample_of(item) if type(item) is Pending or is_program_number(item) else item for item in items]
     if not samples or len({type(value) for value in samples}) > 1 or samples[0] is None:
         raise not_taken(title)
     return samples[0]
@@ -341,8 +336,8 @@ def operand(left: Any, right: Any) -> Any:
     ):  # "%.4f" % loss
         return _itself(left)
     is_numpys = isinstance(left, (np.generic, np.ndarray)) and type(left) is not np.float64
-    if (is_numpys and is_number(right) and is_unknown(right)) or (
-        isinstance(right, (np.generic, np.ndarray)) and type(right) is not np.float64 and is_number(left) and is_unknown(left)
+    if (is_numpys and is_program_number(right) and is_unknown(right)) or (
+        isinstance(right, (np.generic, np.ndarray)) and type(right) is not np.float64 and is_program_number(left) and is_unknown(left)
     ):
         return _itself(left)
     return left
@@ -454,7 +449,6 @@ __all__ = [
     "filled",
     "has_items",
     "holds_copies",
-    "is_number",
     "is_pending",
     "is_unknown",
     "item_of",

@@ -30,7 +30,7 @@ from spmd.base._convert import host_tensor
 from spmd.device._copy import needs_host_value
 from spmd.device._host_answers import host_answer
 from spmd.device._host_copies import held_of, is_host_copy, method_of, not_a_parameter
-from spmd.device._numbers import OF_MATH
+from spmd.device._numbers import OF_MATH, is_program_number
 from spmd.device._storage import is_device_tensor, load
 from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._hooks import without_hooks
@@ -40,7 +40,6 @@ from spmd.program.reads._pending import (
     Pending,
     PendingMethod,
     holds_copies,
-    is_number,
     is_pending,
     is_unknown,
     item_of,
@@ -152,7 +151,7 @@ def for_pending(
     if fn in (builtins.str, builtins.repr) and len(args) == 1 and text_method(args[0], 1 + (fn is repr)) is not None:
         recording.read_text(args[0])
         return lambda value: text_method(value, 1 + (fn is repr))(value)  # type: ignore[misc]
-    taken = args if is_of_content else tuple(arg for arg in args if type(arg) is Pending or is_number(arg) or _is_text(args))
+    taken = args if is_of_content else tuple(arg for arg in args if type(arg) is Pending or is_program_number(arg) or _is_text(args))
     if not any(map(_may_be_unknown, taken)) or not is_unknown(*taken) or _stays_on_device(fn, args):
         return None
     for arg in args:
@@ -259,7 +258,7 @@ def _sorted(items: Any, **options: Any) -> Any:
     """`sorted(items)`: a list of as many pending values."""
     if options.get("key") is not None:
         raise not_taken("sorted() with a key")
-    samples = [sample_of(part) if type(part) is Pending or is_number(part) else part for part in items]
+    samples = [sample_of(part) if type(part) is Pending or is_program_number(part) else part for part in items]
     is_uniform = len(set(map(_classes, samples))) == 1
     return pending(sorted, (items,), options, lambda: samples[:1] * len(samples) if is_uniform else [ABSENT] * len(samples))
 
@@ -287,7 +286,7 @@ def _stays_on_device(fn: Any, args: tuple[Any, ...]) -> bool:
 
 def _kind_of(number: Any) -> type:
     """The type that a number has in Python."""
-    if is_number(number):
+    if is_program_number(number):
         return number.node.kind
     return type(number.evaluate()) if type(number) is Varying else type(number)
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from spmd.device._host_copies import HostCopy, held_of
+from spmd.device._numbers import is_program_number
 from spmd.device._storage import is_device_tensor
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_calls import known
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._pending import Pending, holds_copies, is_number, is_unknown, pending, sample_of
+from spmd.program.reads._pending import Pending, holds_copies, is_unknown, pending, sample_of
 from spmd.program.reads._varying import Varying
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def formatted(recording: Recording, value: Any, spec: Any, conversion: int, is_p
     """
     if type(value) in (torch.Tensor, HostCopy) and not conversion and not value.dim() and is_device_tensor(held_of(value)):
         value = value.item()  # as `Tensor.__format__`
-    if type(spec) is not Pending and is_part and (type(value) is Varying or is_number(value)):
+    if type(spec) is not Pending and is_part and (type(value) is Varying or is_program_number(value)):
         return Later(value, spec, conversion)
     has_spec = type(spec) is Pending or bool(spec)
     if (conversion or not has_spec) and (method := text_method(value, conversion)) is not None:
@@ -80,7 +81,7 @@ def formatted(recording: Recording, value: Any, spec: Any, conversion: int, is_p
         if type(value) in (list, tuple, dict):
             recording.read_deep(value)
         return _pending(value, spec, conversion)
-    return f_string(known(value) if is_number(value) else value, spec, conversion)
+    return f_string(known(value) if is_program_number(value) else value, spec, conversion)
 
 
 def joined(*parts: Any) -> Any:
@@ -89,12 +90,13 @@ def joined(*parts: Any) -> Any:
     if any(type(part) is Pending for part in parts) or is_unknown(*later):
         return pending(join, tuple(_pending(*part) if type(part) is Later else part for part in parts), is_safe=True)
     return "".join(
-        f_string(known(part.value) if is_number(part.value) else part.value, *part[1:]) if type(part) is Later else part for part in parts
+        f_string(known(part.value) if is_program_number(part.value) else part.value, *part[1:]) if type(part) is Later else part
+        for part in parts
     )
 
 
 def _pending(value: Any, spec: Any, conversion: int) -> Any:
-    if type(spec) is not Pending and (is_number(value) or type(value) is Pending) and (shown := sample_of(value)) is not ABSENT:
+    if type(spec) is not Pending and (is_program_number(value) or type(value) is Pending) and (shown := sample_of(value)) is not ABSENT:
         f_string(shown, spec, conversion)  # raises the error of a wrong format at its line
         return pending(f_string, (value, spec, conversion), is_safe=True)
     return pending(f_string, (value, spec, conversion))

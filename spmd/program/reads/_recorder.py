@@ -38,7 +38,7 @@ from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
 from spmd.program.reads._memos import read_registry
 from spmd.program.reads._module_reads import RunModule
-from spmd.program.reads._number_calls import mapped_operand, numpy_operand
+from spmd.program.reads._number_calls import numpy_operand, tensor_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
@@ -229,7 +229,7 @@ class Recording(PlacesWritten):
     def operate(self, left: Any, right: Any) -> Any:
         """Before an operator. Returns the left operand to use instead."""
         left = self._operands(left, right)
-        return mapped_operand(left, right)
+        return tensor_operand(left, right)
 
     def _operands(self, left: Any, right: Any) -> Any:
         left = operand(left, right)

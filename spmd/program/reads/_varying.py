@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from spmd.base._errors import TraceAgain
-from spmd.device._fitting_numbers import is_exact
 from spmd.device._numbers import is_of_host, lifted
+from spmd.device._representable_numbers import is_exact
 from spmd.device._storage import recording
 from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._mapped_scalars import as_scalar, is_mapped_scalar
 from spmd.program.reads._number_calls import CHOICES, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
+from spmd.program.reads._number_operands import loses_numbers, number_beside
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -271,9 +271,9 @@ def _binary(name: str, fn: Callable[[Any, Any], Any], of_tensors: Callable[[Any,
         if self.takes(other):
             return self.apply(fn, left, right)
         if isinstance(other, (torch.Tensor, torch.SymFloat, torch.SymInt, complex)):
-            beside: Any = other if is_mapped_scalar(other) else None
+            beside: Any = other if loses_numbers(other) else None
             taken = (a.traced() if isinstance(a, Varying) else a for a in (left, right))
-            return (of_tensors or fn)(*(a if beside is None else as_scalar(a, beside) for a in taken))
+            return (of_tensors or fn)(*(a if beside is None else number_beside(a, beside) for a in taken))
         return fn(*(a.concrete() if isinstance(a, Varying) else a for a in (left, right)))
 
     setattr(Varying, f"__{name}__", lambda self, other: of(self, other, self, other))

@@ -167,7 +167,7 @@ def _host_item(tensor: Any, key: Any) -> HostItem | None:
     return found
 
 
-def of_items(fn: Any, args: tuple[Any, ...], fixes_indices: bool) -> Callable[..., Any] | None:
+def for_items(fn: Any, args: tuple[Any, ...], fixes_indices: bool) -> Callable[..., Any] | None:
     """The callable to use instead of `float(item)` and `int(item)` of a `HostItem`, and of `narrow` and `select` at a varying index.
 
     Args:
@@ -279,4 +279,4 @@ def _all_before(tensor: Any, dim: Any) -> list[slice]:
 
 _KEYS: dict[str, Callable[..., tuple[Any, Any]]] = {"narrow": _narrowed, "select": _selected}
 
-__all__ = ["ViewNeeded", "may_vary", "of_items", "read_at", "written_at"]
+__all__ = ["ViewNeeded", "may_vary", "for_items", "read_at", "written_at"]

@@ -49,4 +49,4 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
-__all__ = ["WrittenTensors", "increment_version", "versions_of", "written_since"]
+__all__ = ["WrittenTensors", "versions_of", "written_since"]

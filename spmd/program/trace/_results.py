@@ -19,7 +19,7 @@ from spmd.base._errors import TraceError, message
 from spmd.device._arrays import fetched
 from spmd.device._copy import copied_to_host
 from spmd.device._host_copies import held_of, is_host_copy
-from spmd.device._numbers import NumberNode, carried
+from spmd.device._numbers import carried, is_program_number
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
@@ -134,7 +134,7 @@ class Results:
             return Leaf("computed", self.stand_ins[id(value)][1])
         if isinstance(value, Varying):
             return Leaf("computed", value.evaluate)
-        if isinstance(value, (torch.SymFloat, torch.SymBool)) and isinstance(value.node, NumberNode):
+        if is_program_number(value):
             evaluate, kind = value.node.evaluate, value.node.kind
             return Leaf("number", kind) if evaluate is None else Leaf("computed", lambda: evaluate() if kind is float else kind(evaluate()))
         if isinstance(value, torch.Tensor) and not self.is_before(value):

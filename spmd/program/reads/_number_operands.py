@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from spmd.base._torch import is_functorch_wrapped_tensor
 from spmd.device._host_copies import held_of
-from spmd.device._numbers import NumberNode, sample
+from spmd.device._numbers import is_program_number, sample
 from spmd.device._storage import is_device_tensor
 
 _TAKE_TENSORS = frozenset(  # functions whose operands may be tensors or numbers
@@ -26,7 +26,7 @@ _TAKE_TENSORS = frozenset(  # functions whose operands may be tensors or numbers
 )
 
 
-def is_mapped_scalar(value: Any) -> bool:
+def loses_numbers(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor beside which torch loses a program number."""
     if not isinstance(value, torch.Tensor):
         return False
@@ -35,7 +35,7 @@ def is_mapped_scalar(value: Any) -> bool:
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
     """Whether it is on the CPU, and no copy of a tensor on the device."""
-    return tensor.device.type == "cpu" and not is_device_tensor(held_of(tensor))
+    return tensor.is_cpu and not is_device_tensor(held_of(tensor))
 
 
 def takes_tensors(fn: Any) -> bool:
@@ -43,31 +43,31 @@ def takes_tensors(fn: Any) -> bool:
     return getattr(fn, "__name__", "") in _TAKE_TENSORS
 
 
-def with_scalars(fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """`fn(*given, **options)`, with its program numbers as tensors if another operand is a mapped scalar."""
+def with_operands(fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """`fn(*given, **options)`; if one of the operands loses numbers, the others are what takes their place."""
     operands = (getattr(fn, "__self__", None), *given, *options.values())
-    mapped = next(filter(is_mapped_scalar, operands), None)
-    return fn(*given, **options) if mapped is None else fn(*(as_scalar(value, mapped) for value in given), **options)
+    tensor = next(filter(loses_numbers, operands), None)
+    if tensor is None:
+        return fn(*given, **options)
+    return fn(*(number_beside(v, tensor) for v in given), **{name: number_beside(v, tensor) for name, v in options.items()})
 
 
-def as_scalar(value: Any, mapped: torch.Tensor) -> Any:
-    """A program number as a 0-dim tensor whose dtype is that of the result with `mapped`; other values as they are.
-
-    Beside a tensor on the CPU it is the Python number.
+def number_beside(value: Any, tensor: torch.Tensor) -> Any:
+    """What takes the place of a program number beside a tensor that loses it; other values as they are.
 
     Raises:
         TraceError: the tensor is on the CPU, and only the device knows the number.
     """
-    if not isinstance(value, torch.SymFloat) or not isinstance(value.node, NumberNode):
+    if not isinstance(value, torch.SymFloat) or not is_program_number(value):
         return value
-    if _is_of_host(mapped):
+    if _is_of_host(tensor):
         return value.node.known("number, beside a tensor on the CPU")
     number: Any = value
-    return torch.full((), number, dtype=torch.result_type(mapped, sample(value)), device=mapped.device)
+    return torch.full((), number, dtype=torch.result_type(tensor, sample(number)), device=tensor.device)
 
 
-class MappedScalar:
-    """Takes the place of a mapped scalar as the left operand, when the right operand is a program number."""
+class TensorOperand:
+    """Takes the place of a tensor that loses numbers as the left operand, when the right operand is a program number."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -75,10 +75,11 @@ class MappedScalar:
 
 def _binary(name: str) -> None:
     fn = getattr(operator, name)
-    setattr(MappedScalar, f"__{name.rstrip('_')}__", lambda self, number: fn(self.tensor, as_scalar(number, self.tensor)))
+    setattr(TensorOperand, f"__{name.rstrip('_')}__", lambda self, number: fn(self.tensor, number_beside(number, self.tensor)))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne"):
-    _binary(_name)
+for _names in ("add sub mul truediv floordiv mod pow", "lshift rshift and_ or_ xor", "lt le gt ge eq ne"):
+    for _name in _names.split():
+        _binary(_name)
 
-__all__ = ["MappedScalar", "as_scalar", "is_mapped_scalar", "takes_tensors", "with_scalars"]
+__all__ = ["TensorOperand", "loses_numbers", "number_beside", "takes_tensors", "with_operands"]
