@@ -7,7 +7,7 @@ Torch's dtypes are kept exactly: int64 stays int64, and float64 stays float64. S
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,22 +90,41 @@ def cast(array: Any, dtype: Any) -> Any:
         return _truncated(array, np.dtype(dtype))
     if _E4M3_SATURATES and dtype == ml_dtypes.float8_e4m3fn and not jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.clip(array, -_LARGEST_E4M3, _LARGEST_E4M3)  # NaN stays NaN
-    return array.astype(dtype)
+    with np.errstate(over="ignore"):  # numpy converts constants of a trace
+        return array.astype(dtype)
 
 
-def as_operand(value: Any, dtype: Any, result: Any) -> Any:
-    """An operand of an elementwise operation, if it is an array, in the dtype to compute in (None: its own).
+class ComputeDtype(NamedTuple):
+    """The dtype that an operand of an elementwise operation is computed in.
 
-    Integers beside floats of 16 bits become such ones first; only the operation is computed in more bits.
-
-    Args:
-        result: the dtype of the operation's result.
+    As on torch's CPU, an operand is rounded to the 16 bits of the result also if the operation is computed in more bits. If
+    `wide_number`, a 0-dim operand is not.
     """
-    if dtype is None or not isinstance(value, jax.Array) or value.dtype == dtype:
-        return value
-    if value.shape and result is not None and jnp.issubdtype(value.dtype, jnp.integer) and result in _HALF:
-        value = cast(value, result)
-    return cast(value, dtype)
+
+    dtype: np.dtype[Any]
+    result: np.dtype[Any] | None
+    wide_number: bool = False
+
+    def of(self, value: Any) -> Any:
+        """The operand in this dtype. A Python number stays one."""
+        if isinstance(value, jax.Array):
+            return _cast_if_other(_cast_if_other(value, self.first(value)), self._last(value))
+        if type(value) not in (int, float) or self.result not in _HALF or self.wide_number:
+            return value
+        with np.errstate(over="ignore"):  # infinite, as in torch
+            return float(np.asarray(value, self.result))
+
+    def first(self, array: Any) -> np.dtype[Any]:
+        """The dtype that the operand has first."""
+        is_wide = self.wide_number and not array.shape
+        return self.result if self.result is not None and self.result in _HALF and not is_wide else self._last(array)
+
+    def _last(self, array: Any) -> np.dtype[Any]:
+        return np.dtype(np.float32) if self.wide_number and not array.shape and self.dtype in _HALF else self.dtype
+
+
+def _cast_if_other(array: Any, dtype: np.dtype[Any]) -> Any:
+    return array if array.dtype == dtype else cast(array, dtype)
 
 
 def _truncated(array: Any, dtype: np.dtype[Any]) -> Any:

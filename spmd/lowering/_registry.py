@@ -51,6 +51,7 @@ class Lowering:
         pointwise: promote the tensors like torch, and cast the result.
         widened: with `pointwise`: compute 16-bit floats in float32. False if the op decides by values rounded to 16 bits, as in
             comparisons with a number.
+        wide: with `pointwise`: name of the operand that is not rounded to the 16 bits of the result if it is a number or 0-dim.
         promoted: with `pointwise`: names of the tensor parameters that take part in promotion; empty: all.
         whole: a composite op that is kept as one jax call; its gradient is `jax.vjp` of the rule.
         random: the rule takes a PRNG key as its first argument.
@@ -85,6 +86,7 @@ class Lowering:
     data_dependent: bool | Callable[..., bool] = False
     updates: tuple[str, ...] = ()
     widened: bool = True
+    wide: str = ""
     host: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
     by_origin: bool = False
@@ -126,6 +128,7 @@ def lower(
     data_dependent: bool | Callable[..., bool] = False,
     updates: tuple[str, ...] = (),
     widened: bool = True,
+    wide: str = "",
     host: tuple[str, ...] = (),
     told: tuple[str, ...] = (),
     by_origin: bool = False,
@@ -154,12 +157,8 @@ def lower(
         told_also = tuple(dict.fromkeys((*told, "platform"))) if sharding else told
         ops = [_overload_of(name) for name in names if not (isinstance(name, str) and is_of_other_torch(name))]
         flags = (pointwise, promoted, whole, random, frozenset(static), data_dependent)
-        _add(
-            [
-                Lowering(op, run, *flags, updates or _written(op), widened, host, told_also, by_origin, decides, check, sharding, source)
-                for op in ops
-            ]
-        )
+        others = (by_origin, decides, check, sharding)
+        _add([Lowering(op, run, *flags, updates or _written(op), widened, wide, host, told_also, *others, source) for op in ops])
         return rule
 
     return decorate
