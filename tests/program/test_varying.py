@@ -185,7 +185,7 @@ HOST_ITEMS: dict[str, tuple[Callable[[torch.Tensor, int], Any], int]] = {  # wha
     "items alone": (lambda t, i: t[i].item() + float(t[-1 - i]) + t.view(2, 3)[1, i // 2].item() + t.double().numpy()[i].item(), 2),
     "in a branch": (lambda t, i: 2 if t[i] > 0.3 else 3, 5),
     "as a tensor": (lambda t, i: t[i] * 2 + t[i].tolist() + torch.stack([t[i], t[0]]).sum().item(), 5),
-    "of an array": (lambda t, i: (2 if isinstance(t.numpy()[i], np.floating) else 3) + t.numpy()[i].round(1), 5),
+    "of an array": (lambda t, i: (2 if isinstance(t.numpy()[i], np.floating) else 3) + t.numpy()[i].round(1), 2),
 }
 
 

@@ -220,7 +220,7 @@ def _formatted(value: Any, spec: Any, conversion: int, is_part: bool) -> Any:
 
 def _joined(*parts: Any) -> Any:
     """The text of an f-string."""
-    return joined(*parts) if any(type(part) is not str for part in parts) else "".join(parts)
+    return joined(_now[get_ident()], *parts) if any(type(part) is not str for part in parts) else "".join(parts)
 
 
 def _match_class(value: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> Any:

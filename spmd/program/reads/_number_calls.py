@@ -29,9 +29,11 @@ from spmd.program.reads import _composed_draws, _composed_functions  # noqa: F40
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_arguments import by_composition, composition
 from spmd.program.reads._number_operands import TensorOperand, loses_numbers, number_beside, takes_tensors, with_operands
+from spmd.program.reads._numpy_numbers import is_number
 
 _MOST = 64  # largest number of elements that `tensor` makes by one operation each
 CONVERSIONS = (builtins.float, builtins.int)
+MAKE_TENSORS = (torch.tensor, torch.as_tensor, torch.asarray)
 CHOICES = (builtins.min, builtins.max)
 SEARCHES = (bisect.bisect_left, bisect.bisect_right)  # `bisect.bisect` is `bisect_right`
 _COMPARED: dict[int, Callable[[Any], Any]] = {  # comparisons that tell special numbers apart
@@ -81,7 +83,7 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return _COMPARED[id(fn)]
     if fn is torch.result_type:
         return lambda *given: torch.result_type(*(sample(v) if is_lifted(v) else v for v in given))
-    if any(fn is f for f in (torch.tensor, torch.as_tensor, torch.asarray)):
+    if any(fn is make for make in MAKE_TENSORS):
         return partial(tensor, fn)
     if takes_tensors(fn):
         return partial(with_operands, fn)
@@ -234,17 +236,18 @@ def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
     return torch.where(condition, *(torch.full((), c, dtype=dtype, device=condition.device) if is_lifted(c) else c for c in (left, right)))
 
 
-def tensor(fn: Callable[..., torch.Tensor], data: Any, *, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+def tensor(
+    fn: Callable[..., torch.Tensor], data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **options: Any
+) -> torch.Tensor:
     """`torch.tensor(data)` on the device; its program numbers stay values of the program."""
-    device = options.pop("device", None)
     device = torch.get_default_device() if device is None else torch.device(device)
     values = list(_flat(data))
-    is_plain = all(is_lifted(v) or type(v) in (int, float, bool) for v in values)
+    is_plain = all(is_lifted(v) or is_number(v) or type(v) is bool for v in values)
     shape = _shape(data)
     if device.type != "jax" or not is_plain or shape is None or not 0 < len(values) <= _MOST or options.get("pin_memory"):
         more = {"requires_grad": True} if requires_grad else {}
-        return fn(known(data), device=device, **options, **more)
-    dtype = options.get("dtype") or torch.tensor([sample(v) if is_lifted(v) else v for v in values]).dtype
+        return fn(known(data), dtype=dtype, device=device, **options, **more)
+    dtype = dtype or torch.tensor([sample(v) if is_lifted(v) else v for v in values]).dtype
     numbers = [_element(v, dtype, device) for v in values]
     made = torch.stack(numbers).reshape(shape) if shape else numbers[0]
     return made.requires_grad_() if requires_grad else made
@@ -274,6 +277,7 @@ def _shape(data: Any) -> tuple[int, ...] | None:
 
 __all__ = [
     "CHOICES",
+    "MAKE_TENSORS",
     "SEARCHES",
     "for_numbers",
     "position_in",

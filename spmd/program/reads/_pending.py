@@ -103,6 +103,15 @@ def is_unknown(*values: Any) -> bool:
     return any(not is_of_host(part, asks=True) for part in ofdevice)  # floats first: they are seldom known, so nothing else is guarded
 
 
+def is_made_late(recording: Any, *values: Any) -> bool:
+    """Whether a text of these values is made when the call ends: a number in them is known only then, or varies."""
+    if is_unknown(*values):
+        return True
+    is_late = not recording.has_constant_texts and any(type(part) is not Pending for value in values for part in parts_in(value))
+    recording.has_late_texts |= is_late
+    return is_late
+
+
 def kept(value: Any, parts: list[Any], other: Callable[[Any], Any] | None = None) -> Any:
     """A copy of an argument, with a `Slot` for each number in it.
 
@@ -321,7 +330,7 @@ def uniform(items: Any, title: str) -> Any:
     return samples[0]
 
 
-def operand(left: Any, right: Any) -> Any:
+def operand(recording: Any, left: Any, right: Any) -> Any:
     """The left operand to use, so that a pending value's class decides what the operator does."""
     if type(left) is Pending:
         if isinstance(right, torch.Tensor):
@@ -332,7 +341,7 @@ def operand(left: Any, right: Any) -> Any:
             raise right.needed("number (an operand beside a tensor)")
         return _itself(left)
     if (
-        isinstance(left, (str, bytes)) and type(right) not in (str, bytes, int) and (is_unknown(right) or holds_copies(right))
+        isinstance(left, (str, bytes)) and type(right) not in (str, bytes, int) and (is_made_late(recording, right) or holds_copies(right))
     ):  # "%.4f" % loss
         return _itself(left)
     is_numpys = isinstance(left, (np.generic, np.ndarray)) and type(left) is not np.float64
@@ -449,6 +458,7 @@ __all__ = [
     "filled",
     "has_items",
     "holds_copies",
+    "is_made_late",
     "is_pending",
     "is_unknown",
     "item_of",

@@ -40,6 +40,7 @@ from spmd.program.reads._pending import (
     Pending,
     PendingMethod,
     holds_copies,
+    is_made_late,
     is_pending,
     is_unknown,
     item_of,
@@ -151,8 +152,12 @@ def for_pending(
     if fn in (builtins.str, builtins.repr) and len(args) == 1 and text_method(args[0], 1 + (fn is repr)) is not None:
         recording.read_text(args[0])
         return lambda value: text_method(value, 1 + (fn is repr))(value)  # type: ignore[misc]
-    taken = args if is_of_content else tuple(arg for arg in args if type(arg) is Pending or is_program_number(arg) or _is_text(args))
-    if not any(map(_may_be_unknown, taken)) or not is_unknown(*taken) or _stays_on_device(fn, args):
+    makes_text = id(fn) in _TEXTS or type(owner) is str or (fn is operator.mod and _is_text(args))
+    is_any = is_of_content or makes_text or (args and _is_text(args))
+    taken = args if is_any else tuple(arg for arg in args if type(arg) is Pending or is_program_number(arg))
+    if not any(map(_may_be_unknown, taken)) or _stays_on_device(fn, args):
+        return None
+    if not (is_made_late(recording, *taken) if makes_text else is_unknown(*taken)):
         return None
     for arg in args:
         _read(recording, arg)

@@ -50,9 +50,11 @@ class PlacesWritten(PlacesRead):
 
     Attributes:
         fixes_indices: whether a read of a tensor at a varying index gives a view, with the index guarded by its value.
+        has_constant_texts: whether texts of numbers that vary are made during the trace.
+        has_late_texts: whether one is made when the call ends.
     """
 
-    fixes_indices = False
+    fixes_indices = has_constant_texts = has_late_texts = False
 
     def read_content(self, value: Any) -> None:
         """Record the whole content of a container, but not the content of its items."""

@@ -42,6 +42,7 @@ from spmd.program.reads._number_calls import numpy_operand, tensor_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
+from spmd.program.reads._pending_texts import texts_needed
 from spmd.program.reads._places import CDATA, Expected, Place, shown_key
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
 from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
@@ -232,7 +233,7 @@ class Recording(PlacesWritten):
         return tensor_operand(left, right)
 
     def _operands(self, left: Any, right: Any) -> Any:
-        left = operand(left, right)
+        left = operand(self, left, right)
         left = float_operand(left, right) if is_noted(right) else numpy_operand(left, right)
         for value in (left, right):
             self.read_content(value)
@@ -487,7 +488,7 @@ def recorded(
     recording = Recording(names or {}, owners or {}, ignored or set())
     swapped = _swap.swap(HEAP.functions())
     try:
-        with HEAP.set_apart(), _observers.trace_functions_apart():
+        with texts_needed(recording), HEAP.set_apart(), _observers.trace_functions_apart():
             yield recording
     finally:
         _swap.restore(swapped)

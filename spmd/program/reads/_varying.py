@@ -29,8 +29,10 @@ from spmd.device._representable_numbers import is_exact
 from spmd.device._storage import recording
 from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._number_calls import CHOICES, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
+from spmd.program.reads._number_calls import CHOICES, MAKE_TENSORS, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
 from spmd.program.reads._number_operands import loses_numbers, number_beside
+from spmd.program.reads._numpy_numbers import CLASSES as NUMPYS
+from spmd.program.reads._numpy_numbers import is_number, is_of_numbers, plain
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -85,17 +87,15 @@ class Numbers:
 
     def traced(self, number: Varying) -> torch.SymFloat | float | int | bool:
         """The number in a form that torch takes: an input of the program, or its value if it cannot be one."""
-        value, evaluate = number.evaluate(), number.evaluate
+        evaluate = number.evaluate if not number.is_numpy else lambda: plain(number.evaluate())
+        value = evaluate()
         if type(value) is int:
             number.guard(lambda: is_exact(evaluate()), is_exact(value))
         if isinstance(value, bool) or len(self.inputs) == self._capacity or not is_exact(value):
             return number.concrete()
-        self.inputs.append(number.evaluate)
+        self.inputs.append(evaluate)
         array = self._element(len(self.inputs) - 1)
-        return lifted(array, number.evaluate, self.on_branch, integral=isinstance(value, int))
-
-
-_METHODS = frozenset(name for name in (*dir(int), *dir(float)) if not name.startswith("_"))
+        return lifted(array, evaluate, self.on_branch, integral=isinstance(value, int))
 
 
 class Varying:
@@ -103,7 +103,7 @@ class Varying:
 
     Attributes:
         evaluate: computes the number from the values of this call.
-        is_numpy: whether eager code would have a numpy number here, an item of an array or the result of one.
+        is_numpy: whether the number is one of numpy: an item of an array, or the result of one.
     """
 
     __slots__ = ("_numbers", "_symbol", "evaluate", "is_numpy")
@@ -144,14 +144,14 @@ class Varying:
         value = evaluate()
         if _may_change_type(fn, args):
             self.guard(lambda: type(evaluate()), type(value))
-        return self._as_varying(evaluate, value, any(isinstance(a, Varying) and a.is_numpy for a in args))
+        return self._as_varying(evaluate, value)
 
-    def _as_varying(self, evaluate: Evaluate, value: Any, is_numpy: bool) -> Any:
+    def _as_varying(self, evaluate: Evaluate, value: Any) -> Any:
         """The result of `evaluate`, which is `value` in this call: varying if it is a number or a tuple of some, otherwise guarded."""
-        if type(value) in (int, float):
-            return Varying(self._numbers, evaluate, is_numpy)
-        if type(value) is tuple and all(type(item) in (int, float) for item in value):  # of `divmod`, `math.modf`, `as_integer_ratio`
-            return tuple(self._as_varying(partial(_item_of, evaluate, i), item, False) for i, item in enumerate(value))
+        if is_number(value):
+            return Varying(self._numbers, evaluate, isinstance(value, NUMPYS))
+        if type(value) is tuple and all(map(is_number, value)):  # of `divmod`, `math.modf`, `as_integer_ratio`
+            return tuple(self._as_varying(partial(_item_of, evaluate, i), item) for i, item in enumerate(value))
         self.guard(evaluate, value)
         return value
 
@@ -159,7 +159,7 @@ class Varying:
         """Whether the host computes an operation on this number and another: on a Python number, or a host number while there is room."""
         if isinstance(number, torch.SymFloat):
             return is_of_host(number) and self._numbers.has_room
-        return isinstance(number, (int, float, Varying))
+        return isinstance(number, (int, float, *NUMPYS, Varying))
 
     def __bool__(self) -> bool:
         evaluate = self.evaluate
@@ -182,14 +182,10 @@ class Varying:
     def __getattr__(self, name: str) -> Any:
         if name == "__dict__":  # library code that inspects its arguments (json)
             raise NumbersNeeded
-        if self.is_numpy and name == "item":
-            return NumberMethod(self, "conjugate")  # returns the number itself
-        if self.is_numpy and not name.startswith("_") and hasattr(np.float64, name):
-            raise NumbersNeeded
-        if name not in _METHODS:
-            # torch tests attributes of any object
-            raise AttributeError(f"'{type(self.evaluate()).__name__}' object has no attribute '{name}'")
-        return NumberMethod(self, name) if callable(getattr(self.evaluate(), name)) else getattr(self.concrete(), name)
+        value = self.evaluate()
+        if name.startswith("_") or not hasattr(value, name):  # torch tests attributes of any object
+            raise AttributeError(f"'{type(value).__name__}' object has no attribute '{name}'")
+        return NumberMethod(self, name) if callable(getattr(value, name)) else getattr(self.concrete(), name)
 
 
 class NumberMethod:
@@ -307,8 +303,6 @@ for _name, _fn in {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert
 for _name, _fn in {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.items():
     _unary(_name, _fn)
 
-_ASK_CLASS = (builtins.isinstance, builtins.type)
-
 _OPERATIONS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift", "and_", "or_", "xor", "invert"),
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ilshift", "irshift", "iand", "ior", "ixor"),
@@ -412,10 +406,6 @@ def fixed_if_varying(key: Any) -> Any:
 
 def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use instead of `fn` when some of its arguments vary; None if `fn` takes them as they are."""
-    if any(fn is ask for ask in _ASK_CLASS) and isinstance(args[0], Varying) and args[0].is_numpy:
-        raise NumbersNeeded
-    if (fn is builtins.hasattr or fn is builtins.getattr) and isinstance(args[0], Varying) and args[0].is_numpy:
-        return None
     if fn is builtins.isinstance:
         return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)
     if getattr(fn, "__name__", "") == "__instancecheck__":
@@ -445,7 +435,19 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
     called = for_numbers(fn)
     take_item = Varying.concrete if called is fn else Varying.traced
+    if any(fn is make for make in MAKE_TENSORS) and any(map(_holds_numpys, args)):
+        called = partial(_with_numpys_dtype, called, *args[:1])
     return lambda *given, **options: called(*map(taken, given), **{k: taken(v) for k, v in options.items()})
+
+
+def _holds_numpys(data: Any) -> bool:
+    return any(map(_holds_numpys, data)) if isinstance(data, (list, tuple)) else isinstance(data, Varying) and data.is_numpy
+
+
+def _with_numpys_dtype(called: Any, data: Any, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    """`torch.tensor` of numbers of numpy, whose dtype the tensor has."""
+    values = torch.tensor([_evaluate(v)() for v in data] if isinstance(data, (list, tuple)) else data.evaluate())
+    return called(*given, dtype=dtype or values.dtype, **options)
 
 
 def _is_operator(fn: Any) -> bool:
@@ -455,13 +457,15 @@ def _is_operator(fn: Any) -> bool:
 def _applied(number: Varying, fn: Any, /, *given: Any, **options: Any) -> Any:
     if not options:
         return number.apply(fn, *given)
+    if "out" in options:  # of numpy
+        return fn(*map(fixed_if_varying, given), **options)
     num = len(given)
     return number.apply(lambda *all_: fn(*all_[:num], **dict(zip(options, all_[num:], strict=True))), *given, *options.values())
 
 
 def _is_pure(fn: Any) -> bool:
     """Whether `fn` computes from numbers only, without other effects."""
-    return id(fn) in _PURE or type(getattr(fn, "__self__", None)) in (int, float)
+    return id(fn) in _PURE or type(getattr(fn, "__self__", None)) in (int, float) or is_of_numbers(fn)
 
 
 def _first_varying(args: tuple[Any, ...]) -> Varying | None:
@@ -470,7 +474,7 @@ def _first_varying(args: tuple[Any, ...]) -> Varying | None:
 
 def only_reads(fn: Any) -> bool:
     """Whether `fn` only computes from the numbers in a list or tuple, as `sum` does. Operators change or join lists."""
-    return _is_pure(fn) and not _is_operator(fn)
+    return _is_pure(fn) and not _is_operator(fn) and not is_of_numbers(fn)
 
 
 def _is_taken(fn: Any, first: Varying, number: Any) -> bool:

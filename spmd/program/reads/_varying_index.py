@@ -10,6 +10,7 @@ array that is read. The same holds for `schedule[i].item()` of a tensor on the C
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
 
 _ALL = slice(None)
-_PYTHONS = (np.int64, np.float64)  # arithmetic with Python numbers gives the same values as their Python equivalents
 _AS_MASKS = (torch.bool, torch.uint8)
 _TOO_MANY = 64  # more dims than a tensor has: the key reads nothing, and torch's function raises its error
 
@@ -98,10 +98,7 @@ class _Rows:
 def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
     """`holder[key]`, as a copy if the holder is a tensor; None if no program can read it."""
     if type(key) is Varying and (numbers := _numbers_of(holder)) is not None:
-        found = key.apply(_item, numbers, key)
-        if type(found) is Varying:
-            found.is_numpy = type(holder) is np.ndarray
-        return found
+        return key.apply(operator.getitem, numbers, key)
     if (found := _host_item(holder, key)) is not None:
         return found
     selected = _selection(holder, key)
@@ -116,14 +113,10 @@ def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
 
 
 def _numbers_of(holder: Any) -> Any:
-    """A copy of a 1-dim array of int64 or float64, or a tuple of ints and floats; None for other holders."""
-    if type(holder) is np.ndarray and holder.ndim == 1 and holder.dtype.type in _PYTHONS:
+    """A copy of a 1-dim array of ints or floats, or a tuple of some; None for other holders."""
+    if type(holder) is np.ndarray and holder.ndim == 1 and holder.dtype.kind in "iuf":
         return holder.copy()
     return holder if type(holder) is tuple and {int, float}.issuperset(map(type, holder)) else None
-
-
-def _item(numbers: Any, index: int) -> int | float:
-    return numbers[index] if type(numbers) is tuple else numbers[index].item()
 
 
 class HostItem(torch.Tensor):

@@ -215,7 +215,7 @@ class Trace:
                 reads = self.reads = stack.enter_context(recorded(*self._recording_arguments()))
                 reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
                 reads.lengths, reads.given = self.numbers.lengths, self.arguments.containers.originals
-                reads.fixes_indices, reads.has_own_context, reads.imported = self.settings.of_reads
+                reads.fixes_indices, reads.has_constant_texts, reads.has_own_context, reads.imported = self.settings.of_reads
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), FlopCounts() as flops, Switches() as switches:
                     run_in = copy_context().run if self.settings.has_own_context else _call

@@ -29,6 +29,8 @@ class TraceSettings:
         has_constant_numbers: no Python number is an input, because one was used where Python needs its value.
         has_counts: integers that the host knows become Python ints when they are read, because one was needed as a size or for a `range`.
         fixes_indices: numbers that index a tensor are constants, because the function writes to an element that it read at one.
+        has_constant_texts: texts of numbers that vary are made during the trace, because the function failed after one was left to the
+            end of the call.
         has_own_context: the function runs in a copy of the `contextvars` context, because it sets a variable that had no value, and
             a variable cannot be unset.
         share_counters: equal step counters of an optimizer are read as one. See Note [Equal counters].
@@ -46,6 +48,7 @@ class TraceSettings:
     has_constant_numbers: bool = False
     has_counts: bool = False
     fixes_indices: bool = False
+    has_constant_texts: bool = False
     has_own_context: bool = False
     share_counters: bool = True
     unmarked: frozenset[int] = frozenset()
@@ -56,9 +59,9 @@ class TraceSettings:
     drawn: Drawn | None = None
 
     @property
-    def of_reads(self) -> tuple[bool, bool, frozenset[str]]:
+    def of_reads(self) -> tuple[bool, bool, bool, frozenset[str]]:
         """The settings of a `Recording`."""
-        return self.fixes_indices, self.has_own_context, self.imported
+        return self.fixes_indices, self.has_constant_texts, self.has_own_context, self.imported
 
     def of_step(self) -> TraceSettings:
         """The settings that later traces of the step start with."""

@@ -1,0 +1,131 @@
+"""Texts of numbers that change are made when a call ends, so they need no trace of their own, unless the function needs them before."""
+
+import collections
+import io
+import json
+import logging
+import re
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+
+Fn = Callable[[torch.Tensor, int, Any], Any]
+
+
+def named(x: torch.Tensor, i: int, state: Any) -> Any:
+    state.name = f"step {i}"
+    return x, state.name
+
+
+def extended(x: torch.Tensor, i: int, state: Any) -> Any:
+    text = "step "
+    text += f"{i}"
+    return x, text
+
+
+LATE: dict[str, Fn] = {
+    "print": lambda x, i, state: (print(f"step {i}", i, f"{i:03d}"), x)[1],
+    "print of %": lambda x, i, state: (print("step %d" % i, str(i), repr(i)), x)[1],  # noqa: UP031
+    "print of format()": lambda x, i, state: (print("step {:>4}".format(i), format(i, "x")), x)[1],  # noqa: UP032
+    "logging": lambda x, i, state: (state.log.info(f"step {i}"), state.log.info("of %d", i), x)[2],
+    "warnings": lambda x, i, state: (warnings.warn(f"step {i}", stacklevel=2), x)[1],
+    "append": lambda x, i, state: (state.texts.append(f"step {i} of {2 * i}"), x)[1],
+    "an entry": lambda x, i, state: (state.texts.append({"step": f"{i}", "more": [f"{i / 2:.1f}"]}), x)[1],
+    "an attribute": named,
+    "returned": lambda x, i, state: (x, f"{i}", {"a": f"{i!r} {i=}"}),
+    "methods": lambda x, i, state: (x, f"a{i}".upper(), ",".join([f"{i}", "b"]), f"{i}".zfill(4), f"a {i}".split()),
+    "added": extended,
+    "width": lambda x, i, state: (x, f"{i:>{i + 3}}|"),
+    "nested": lambda x, i, state: (x, f"{f'{i}'}-{i}"),
+    "json": lambda x, i, state: (x, json.dumps({"step": f"{i}"})),
+    "beside a loss": lambda x, i, state: (x, f"{i}: {x.sum().item():.2f}"),
+}
+NEEDED: dict[str, Fn] = {
+    "a key": lambda x, i, state: x * {"k0": 2, "k1": 3}.get(f"k{i}", 4),
+    "a new key": lambda x, i, state: (state.counts.update([f"k{i % 2}"]), x)[1],
+    "an attribute's name": lambda x, i, state: x * getattr(state, f"w{i % 2}"),
+    "a branch": lambda x, i, state: x * 2 if f"{i}" == "2" else x,
+    "in": lambda x, i, state: x * 2 if "2" in f"{i}" else x,
+    "a number": lambda x, i, state: x * int(f"{i}") + float(f"{i}.5"),
+    "len": lambda x, i, state: x * len(f"{10**i}"),
+    "iteration": lambda x, i, state: (x, list(f"ab{i}")),
+    "re": lambda x, i, state: (x, re.sub(r"\d", "#", f"a{i}")),
+    "an error that is handled": lambda x, i, state: x * handled(f"{i}a"[: 1 + i]),
+}
+
+
+def handled(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        return 7
+
+
+def outcome(fn: Fn, device: str, num_calls: int) -> tuple[list[Any], int]:
+    """What some calls return, print, log and leave behind, and the number of traces."""
+    logged, log = io.StringIO(), logging.Logger("texts")
+    log.addHandler(logging.StreamHandler(logged))
+    state = types.SimpleNamespace(log=log, texts=[], counts=collections.Counter[str](), w0=2.0, w1=3.0)
+    run: Any = spmd.compile(lambda x, i: fn(x, i, state)) if device == "jax" else lambda x, i: fn(x, i, state)
+    found: list[Any] = []
+    for i in range(num_calls):
+        with redirect_stdout(io.StringIO()) as shown, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            results = run(torch.tensor([1.0, 2.0]).to(device), i)
+        results = results if isinstance(results, tuple) else (results,)
+        texts = [str(w.message) for w in warned if w.category is UserWarning]
+        found += [results[0].tolist(), results[1:], shown.getvalue(), texts]
+    left = [logged.getvalue(), state.texts, dict(state.counts), vars(state).get("name")]
+    return [*found, *left], getattr(run, "num_traces", 0)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_text_of_a_number_that_changes_is_made_by_each_call(name: str) -> None:
+    (found, num_traces), (expected, _) = outcome(LATE[name], "jax", 5), outcome(LATE[name], "cpu", 5)
+    assert found == expected
+    assert num_traces == 2
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_text_that_the_function_needs_is_guarded(name: str) -> None:
+    (found, _), (expected, _) = outcome(NEEDED[name], "jax", 4), outcome(NEEDED[name], "cpu", 4)
+    assert found == expected
+
+
+def test_an_error_has_the_text_of_its_call() -> None:
+    @spmd.compile
+    def step(x: torch.Tensor, i: int) -> torch.Tensor:
+        reason = f"step {i} is one too many"
+        assert i < 2, f"{i} is not below 2"
+        if i > 5:
+            raise ValueError(reason)
+        return x
+
+    x = torch.ones(2).to("jax")
+    step(x, 0)
+    step(x, 1)
+    for i in (2, 3):
+        with pytest.raises(AssertionError, match=f"^{i} is not below 2"):
+            step(x, i)
+
+
+def test_a_learning_rate_that_is_printed_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, device="jax"))], lr=0.1)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        print(f"lr {optimizer.param_groups[0]['lr']:.2f}")
+        return x * optimizer.param_groups[0]["lr"]
+
+    for i in range(5):
+        optimizer.param_groups[0]["lr"] = 0.1 * (i + 1)
+        step(torch.ones(2).to("jax"))
+    assert capsys.readouterr().out.splitlines() == [f"lr {0.1 * (i + 1):.2f}" for i in range(5)]
+    assert step.num_traces <= 2

@@ -1,0 +1,96 @@
+"""Items of numpy arrays at an index that changes, and what numpy computes of numbers that change, are inputs with numpy's arithmetic."""
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import spmd
+from tests.oracle import assert_same
+
+Fn = Callable[[torch.Tensor, Any, int], Any]
+OF_ITEMS: dict[str, Fn] = {
+    "* tensor": lambda x, table, i: table[i] * x + x * table[i],
+    "a division by 0 is infinite": lambda x, table, i: x * (1 / table[i]),
+    "// 0": lambda x, table, i: x * (7 // table[i]),
+    "% 0": lambda x, table, i: (x * (7 % table[i])).nan_to_num(5.0),
+    "integers wrap around": lambda x, table, i: x * (table[i] * 3),
+    "- unsigned": lambda x, table, i: x * -table[i],
+    "+": lambda x, table, i: x * (table[i] + 100),
+    "a product with a Python float": lambda x, table, i: (x, table[i] * 0.1),
+    "beside a constant of numpy": lambda x, table, i: (x, table[i] * np.float32(0.1), table[i] + np.int64(5)),
+    "returned": lambda x, table, i: (x, table[i], [table[i] + 1], divmod(table[i], 3)),
+    "its class": lambda x, table, i: (x * table[i], type(table[i]).__name__, isinstance(table[i], np.floating)),
+    "item()": lambda x, table, i: (x * table[i].item(), type(table[i].item()).__name__),
+    "methods": lambda x, table, i: x * table[i].round(1) + table[i].clip(0, 2),
+    "tensor()": lambda x, table, i: torch.tensor(table[i], device=x.device),
+    "tensor() of a list": lambda x, table, i: torch.tensor([table[i], table[0]], device=x.device),
+    "full": lambda x, table, i: torch.full((2,), table[i], device=x.device),
+    "max": lambda x, table, i: x * max(table[i], table[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered.*:RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "float64", "float32"])
+@pytest.mark.parametrize("name", OF_ITEMS)
+def test_an_item_has_the_arithmetic_of_its_dtype(name: str, dtype: str) -> None:
+    fn, table, x = OF_ITEMS[name], np.array([2, 0, 3, 100, 1], dtype=dtype), torch.tensor([1.0, 2.0])
+    step = spmd.compile(lambda x, i: fn(x, table, i))
+    for i in range(5):
+        found, expected = step(x.to("jax"), i), fn(x, table, i)
+        assert_same(found, expected)
+        assert _types(found) == _types(expected)
+    assert step.num_traces <= 3
+
+
+def _types(value: Any) -> Any:
+    return list(map(_types, value)) if isinstance(value, (list, tuple)) else type(value)
+
+
+def test_a_table_may_change_between_calls() -> None:
+    table, x = np.array([0.5, 0.25, 0.125]), torch.ones(2)
+    step = spmd.compile(lambda x, i: x * table[i])
+    for i in (0, 1, 2, 0, 1):
+        table[2 - i] += 1
+        assert_same(step(x.to("jax"), i), x * table[i])
+
+
+SCHEDULES: dict[str, Callable[[int], Any]] = {
+    "cosine": lambda i: 0.5 * (1 + np.cos(np.pi * i / 10)),
+    "clip": lambda i: np.clip(i / 3, 0, 1),
+    "minimum": lambda i: np.minimum(1.0, i / 3),
+    "power": lambda i: np.power(0.9, i),
+    "float32": lambda i: np.float32(i / 3),
+    "sqrt and exp": lambda i: np.sqrt(i) * np.exp(-i / 7),
+    "of a function of numpy": lambda i: math.sin(np.float64(i)) * float(np.log1p(i)),
+    "round": lambda i: np.round(np.sin(i), 2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_by_functions_of_numpy_is_traced_twice(name: str) -> None:
+    of, state = SCHEDULES[name], types.SimpleNamespace(i=0)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        state.i += 1
+        return x * of(state.i), of(state.i)
+
+    x = torch.tensor([1.0, 2.0])
+    for i in range(1, 7):
+        found, number = step(x.to("jax"))
+        assert_same(found, x * of(i))
+        assert number == of(i) and type(number) is type(of(i))
+    assert step.num_traces == 2
+
+
+def test_an_array_that_a_function_of_numpy_writes_is_written() -> None:
+    x, results = torch.ones(2), np.zeros(1)
+    step = spmd.compile(lambda x, i: x * float(np.add(i, 1, out=np.zeros(1))[0]) + np.add([1, 2], i)[1])
+    for i in range(3):
+        assert_same(step(x.to("jax"), i), x * (i + 1) + i + 2)
+    assert not results.any()
