@@ -45,6 +45,7 @@
         +-- UnequalCounters                            ... with counters lifted to inputs
         +-- AttributesNeeded                           ... with attributes of tensors in the signature of a call
         +-- NumbersNeeded                              ... with Python numbers as constants
+        +-- TextsNeeded                                ... with texts of numbers that vary as constants
         +-- CountsNeeded                               ... with integers that the host knows as Python integers
         +-- NumbersDrawn                               ... because another thread may have drawn random numbers
         +-- ContextNeeded                              ... in a copy of the context

@@ -1,6 +1,7 @@
 """Texts of numbers that change are made when a call ends, so they need no trace of their own, unless the function needs them before."""
 
 import collections
+import contextlib
 import io
 import json
 import logging
@@ -8,7 +9,6 @@ import re
 import types
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -42,7 +42,6 @@ LATE: dict[str, Fn] = {
     "returned": lambda x, i, state: (x, f"{i}", {"a": f"{i!r} {i=}"}),
     "methods": lambda x, i, state: (x, f"a{i}".upper(), ",".join([f"{i}", "b"]), f"{i}".zfill(4), f"a {i}".split()),
     "added": extended,
-    "width": lambda x, i, state: (x, f"{i:>{i + 3}}|"),
     "nested": lambda x, i, state: (x, f"{f'{i}'}-{i}"),
     "json": lambda x, i, state: (x, json.dumps({"step": f"{i}"})),
     "beside a loss": lambda x, i, state: (x, f"{i}: {x.sum().item():.2f}"),
@@ -56,9 +55,17 @@ NEEDED: dict[str, Fn] = {
     "a number": lambda x, i, state: x * int(f"{i}") + float(f"{i}.5"),
     "len": lambda x, i, state: x * len(f"{10**i}"),
     "iteration": lambda x, i, state: (x, list(f"ab{i}")),
+    "width": lambda x, i, state: (x, f"{i:>{i + 3}}|"),
     "re": lambda x, i, state: (x, re.sub(r"\d", "#", f"a{i}")),
+    "an error that is suppressed": lambda x, i, state: suppressed(x, i),
     "an error that is handled": lambda x, i, state: x * handled(f"{i}a"[: 1 + i]),
 }
+
+
+def suppressed(x: torch.Tensor, i: int) -> torch.Tensor:
+    with contextlib.suppress(KeyError):
+        return x * {"k1": 2}["k%d" % i]  # noqa: UP031
+    return x * 3
 
 
 def handled(text: str) -> int:
@@ -76,7 +83,7 @@ def outcome(fn: Fn, device: str, num_calls: int) -> tuple[list[Any], int]:
     run: Any = spmd.compile(lambda x, i: fn(x, i, state)) if device == "jax" else lambda x, i: fn(x, i, state)
     found: list[Any] = []
     for i in range(num_calls):
-        with redirect_stdout(io.StringIO()) as shown, warnings.catch_warnings(record=True) as warned:
+        with contextlib.redirect_stdout(io.StringIO()) as shown, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             results = run(torch.tensor([1.0, 2.0]).to(device), i)
         results = results if isinstance(results, tuple) else (results,)

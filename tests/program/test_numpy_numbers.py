@@ -94,3 +94,12 @@ def test_an_array_that_a_function_of_numpy_writes_is_written() -> None:
     for i in range(3):
         assert_same(step(x.to("jax"), i), x * (i + 1) + i + 2)
     assert not results.any()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+def test_a_permutation_is_an_index_that_changes(dtype: str) -> None:
+    order, rows = np.array([3, 0, 2, 1], dtype=dtype), torch.arange(8.0).view(4, 2)
+    step = spmd.compile(lambda rows, i: (rows[order[i]] * 2, rows[order[i] : order[i] + 1].sum(0)))
+    for i in range(4):
+        assert_same(step(rows.to("jax"), i), (rows[order[i]] * 2, rows[order[i] : order[i] + 1].sum(0)))
+    assert step.num_traces == 2

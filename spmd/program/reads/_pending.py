@@ -30,6 +30,7 @@ from spmd.device._numbers import is_of_host, is_program_number, sample
 from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN
+from spmd.program.reads._text_functions import is_of_texts
 from spmd.program.reads._varying import Varying, is_noted
 
 _MAY_RAISE = (ValueError, ArithmeticError, LookupError)  # what a function of numbers raises, apart from a TypeError, which the trace raises
@@ -201,6 +202,10 @@ class Pending:
         self.title = _title(fn)
         self.sample = self._sampled() if sampled is None else sampled()
 
+    def is_of_host(self) -> bool:
+        """Whether the host knows all numbers in it when the call begins, as those of a text may be (`is_made_late`)."""
+        return all(part.is_of_host() if type(part) is Pending else _is_known_before(part) for part in self.parts)
+
     def computes(self) -> Callable[[Sequence[Any]], Any]:
         """The function that computes the value from those of `parts`. It does not refer to the parts of the trace."""
         fn, given, options, title, line = self._fn, self._given, self._options, self.title, self._line
@@ -260,6 +265,14 @@ class Pending:
         )
 
 
+def _is_known_before(part: Any) -> bool:
+    return type(part) is Varying or (is_program_number(part) and part.node.evaluate is not None)
+
+
+def _type_of(value: Any) -> type:
+    return type(value.sample) if type(value) is Pending else type(value)
+
+
 class PendingMethod:
     """A method of a pending value."""
 
@@ -300,6 +313,8 @@ def pending(
         made = Pending(fn, given, options or {}, sampled)
     except NotTaken:
         raise not_taken(_title(fn)) from None
+    if made.is_of_host() and not (is_safe or fn in _NEVER_RAISE or is_of_texts(fn, tuple(map(_type_of, given)), given)):
+        raise made.needed("value")  # for its error, which belongs to this line
     if type(made.sample) in (list, tuple) and (sampled is not None or fn in _OF_KNOWN_LENGTH):
         kind = type(made.sample)
         return kind([pending(operator.getitem, (made, i), None, lambda i=i: made.sample[i]) for i in range(len(made.sample))])

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from types import BuiltinMethodType, EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -222,20 +223,24 @@ def _is_plain(part: Any) -> bool:
     return part is None or type(part) in (int, EllipsisType)
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value.evaluate() if type(value) is Varying else value, Integral)
+
+
 def _rows_of(length: int, part: Any) -> torch.Tensor | None:
     """The rows that a part of a key selects, int64[n]; None if their number varies, or if they are out of bounds."""
     if isinstance(part, torch.Tensor):
         return part.view(1)  # an index out of bounds is an error before the call, because the host knows the argument
     if type(part) is Varying:
-        return _rows(length, part, 1) if isinstance(part.evaluate(), int) else None
+        return _rows(length, part, 1) if _is_int(part) else None
     if (
         not isinstance(part, slice)
         or part.step not in (None, 1)
         or type(part.start) is not Varying
-        or not isinstance(part.stop, (int, Varying))
+        or not (_is_int(part.start) and _is_int(part.stop))
     ):
         return None
-    size = part.start.apply(lambda lo, hi: hi - lo, part.start, part.stop)
+    size = part.start.apply(lambda lo, hi: int(hi) - int(lo), part.start, part.stop)
     num = size.concrete() if type(size) is Varying else size
     return _rows(length, part.start, num, is_slice=True) if num > 0 else None
 
@@ -243,14 +248,15 @@ def _rows_of(length: int, part: Any) -> torch.Tensor | None:
 def _rows(length: int, first: Varying, num: int, is_slice: bool = False) -> torch.Tensor | None:
     """The rows from a varying one on. `x[-2:0]` is empty, so a slice from a negative bound ends at one."""
 
-    def inside(i: int) -> int:
+    def inside(i: Any) -> int:
+        i = int(i)
         is_negative = -length <= i < (-num if is_slice else 0)
         return int((is_negative or i >= 0) and (i + length if i < 0 else i) + num <= length)
 
     is_inside = first.apply(inside, first)
     if not is_inside:  # a guard: every call decides it again
         return None
-    start = first.apply(lambda i: i + length if i < 0 else i, first)
+    start = first.apply(lambda i: int(i) + length if i < 0 else int(i), first)
     with exact_dtypes():
         value = carried(start.traced()) if type(start) is Varying else jnp.asarray(start)
         return wrap(value.astype(jnp.int64) + jnp.arange(num, dtype=jnp.int64))
