@@ -48,7 +48,7 @@ types: setup
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 # Types, a minute of one core, are looked at while the tests run; the house rules are among these.
-test: setup lint ## lint and types, and all tests on 8 virtual devices, compiled fast: about ten minutes on two cores
+test: setup lint ## lint and types, and all tests on 8 virtual devices, compiled fast: about 25 minutes on two cores
 	@$(MAKE) --no-print-directory --jobs 2 types tested
 
 tested: setup
