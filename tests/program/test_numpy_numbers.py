@@ -51,6 +51,20 @@ def _types(value: Any) -> Any:
     return list(map(_types, value)) if isinstance(value, (list, tuple)) else type(value)
 
 
+def test_numpy_handles_errors_as_the_block_says() -> None:
+    def inverse(x: torch.Tensor, i: int) -> torch.Tensor:
+        try:
+            with np.errstate(divide="raise"):
+                return x * (1 / table[i])
+        except FloatingPointError:
+            return x * 7
+
+    table, x = np.array([1.0, 2.0, 0.0, 4.0]), torch.ones(2)
+    step = spmd.compile(inverse)
+    for i in range(4):
+        assert_same(step(x.to("jax"), i), inverse(x, i))
+
+
 def test_a_table_may_change_between_calls() -> None:
     table, x = np.array([0.5, 0.25, 0.125]), torch.ones(2)
     step = spmd.compile(lambda x, i: x * table[i])

@@ -36,6 +36,7 @@ from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._number_calls import needs_known
 from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._numpy_numbers import is_elementwise
 from spmd.program.reads._pending import (
     Pending,
     PendingMethod,
@@ -110,7 +111,7 @@ def is_pure(fn: Any) -> bool:
         return True
     if type(owner) is dict:
         return fn.__name__ == "get"
-    return isinstance(fn, np.ufunc) or (isinstance(fn, type) and issubclass(fn, np.generic))
+    return is_elementwise(fn)
 
 
 def for_pending(
@@ -177,17 +178,13 @@ def _of_copies(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...])
         return own
     if is_host_copy(owner) and getattr(fn, "__name__", "") in ("numpy", "__array__"):
         return partial(_array_of, owner)
-    if not (id(fn) in _TEXTS or type(owner) in (str, bytes) or fn is operator.mod or id(fn) in _NUMPYS or _is_of_numpy(fn)):
+    if not (id(fn) in _TEXTS or type(owner) in (str, bytes) or fn is operator.mod or id(fn) in _NUMPYS or is_elementwise(fn)):
         return None
     if not holds_copies(*args) or (fn is operator.mod and not _is_text(args)) or (fn is builtins.format and not args[0].dim()):
         return None
     for arg in args:
         _read(recording, arg)
     return lambda *given, **options: pending(fn, given, options, is_safe=id(fn) in _TEXTS)
-
-
-def _is_of_numpy(fn: Any) -> bool:
-    return isinstance(fn, np.ufunc) or (isinstance(fn, type) and issubclass(fn, np.generic))
 
 
 def _array_of(copy: Any, *, force: bool = False) -> Any:

@@ -31,8 +31,7 @@ from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_calls import CHOICES, MAKE_TENSORS, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
 from spmd.program.reads._number_operands import loses_numbers, number_beside
-from spmd.program.reads._numpy_numbers import CLASSES as NUMPYS
-from spmd.program.reads._numpy_numbers import is_number, is_of_numbers, plain
+from spmd.program.reads._numpy_numbers import NUMPYS, is_number, is_of_numbers, plain, with_errors
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -54,13 +53,14 @@ class Numbers:
         is_tracing: whether a trace runs.
         inputs: functions that compute the inputs, in the order of the vector's elements.
         on_branch: called with (key, evaluate, outcome) of each guard.
+        numpy_errors: how numpy handled errors when the trace began.
     """
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is the largest number of inputs."""
         self.inputs: list[Evaluate] = []
         self._capacity = capacity
-        self.is_tracing = False
+        self.is_tracing, self.numpy_errors = False, np.geterr()
         self._element: Callable[[int], Any] = lambda index: None
         self.on_branch: Callable[[Any, Evaluate, Any], None] = lambda key, evaluate, outcome: None
 
@@ -72,7 +72,7 @@ class Numbers:
             element: gives the traced value of one element of the vector.
         """
         self.inputs.clear()
-        self.is_tracing = True
+        self.is_tracing, self.numpy_errors = True, np.geterr()
         self.on_branch, self._element = on_branch, element
 
     @property
@@ -139,6 +139,8 @@ class Varying:
         """`fn(*args)` with varying arguments, as a value that every call computes."""
         parts = [_evaluate(a) for a in args]
         evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
+        if (errors := np.geterr()) != self._numbers.numpy_errors:
+            evaluate = partial(with_errors, errors, evaluate)
         if _may_raise(fn, args):  # here, where the user may catch it; the guard separates numbers that raise from those that do not
             self.guard(lambda: _raised_by(evaluate), _raised_by(evaluate))
         value = evaluate()

@@ -278,4 +278,4 @@ def _all_before(tensor: Any, dim: Any) -> list[slice]:
 
 _KEYS: dict[str, Callable[..., tuple[Any, Any]]] = {"narrow": _narrowed, "select": _selected}
 
-__all__ = ["ViewNeeded", "may_vary", "for_items", "read_at", "written_at"]
+__all__ = ["ViewNeeded", "for_items", "may_vary", "read_at", "written_at"]
