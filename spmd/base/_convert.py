@@ -39,7 +39,7 @@ _TO_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float8_e5m2fnuz: np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
 _TO_TORCH: dict[np.dtype[Any], torch.dtype] = {v: k for k, v in _TO_NUMPY.items()}
-_HALF = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 _LARGEST_E4M3 = 448.0
 # Some versions of torch convert numbers that are too large to the largest finite number, others to NaN as jax does.
 _E4M3_SATURATES = bool((torch.tensor(1e4).to(torch.float8_e4m3fn).float() == _LARGEST_E4M3).item())
@@ -95,36 +95,42 @@ def cast(array: Any, dtype: Any) -> Any:
 
 
 class ComputeDtype(NamedTuple):
-    """The dtype that an operand of an elementwise operation is computed in.
+    """How an operand of an elementwise operation is converted.
 
-    As on torch's CPU, an operand is rounded to the 16 bits of the result also if the operation is computed in more bits. If
-    `wide_number`, a 0-dim operand is not.
+    Attributes:
+        dtype: the dtype to compute in.
+        half: the 16 bits to which the operand is rounded first, as on torch's CPU; None: to none.
+        is_wide: whether an operand that is a number or 0-dim keeps at least 32 bits instead.
     """
 
     dtype: np.dtype[Any]
-    result: np.dtype[Any] | None
-    wide_number: bool = False
+    half: np.dtype[Any] | None = None
+    is_wide: bool = False
 
     def of(self, value: Any) -> Any:
         """The operand in this dtype. A Python number stays one."""
         if isinstance(value, jax.Array):
-            return _cast_if_other(_cast_if_other(value, self.first(value)), self._last(value))
-        if type(value) not in (int, float) or self.result not in _HALF or self.wide_number:
-            return value
-        with np.errstate(over="ignore"):  # infinite, as in torch
-            return float(np.asarray(value, self.result))
+            return _converted(_converted(value, self.first(value.shape)), self._last(value.shape))
+        return value if self.is_wide or type(value) not in (int, float) else rounded(value, self.half)
 
-    def first(self, array: Any) -> np.dtype[Any]:
-        """The dtype that the operand has first."""
-        is_wide = self.wide_number and not array.shape
-        return self.result if self.result is not None and self.result in _HALF and not is_wide else self._last(array)
+    def first(self, shape: tuple[int, ...]) -> np.dtype[Any]:
+        """The dtype that an operand of this shape has first."""
+        return self._last(shape) if self.half is None or (self.is_wide and not shape) else self.half
 
-    def _last(self, array: Any) -> np.dtype[Any]:
-        return np.dtype(np.float32) if self.wide_number and not array.shape and self.dtype in _HALF else self.dtype
+    def _last(self, shape: tuple[int, ...]) -> np.dtype[Any]:
+        return np.dtype(np.float32) if self.is_wide and not shape and self.dtype in HALVES else self.dtype
 
 
-def _cast_if_other(array: Any, dtype: np.dtype[Any]) -> Any:
+def _converted(array: Any, dtype: np.dtype[Any]) -> Any:
     return array if array.dtype == dtype else cast(array, dtype)
+
+
+def rounded(number: Any, half: Any) -> Any:
+    """A Python number with the 16 bits of a float dtype, infinite if it is too large, as in torch; other dtypes and None leave it."""
+    if half is None or half not in HALVES:
+        return number
+    with np.errstate(over="ignore"):
+        return float(np.asarray(number, half))
 
 
 def _truncated(array: Any, dtype: np.dtype[Any]) -> Any:

@@ -42,7 +42,6 @@ _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 _LARGEST_FLOAT, _LARGEST_INT = torch.finfo(torch.float32).max, torch.iinfo(torch.int32).max
 _HALF = (torch.float16, torch.bfloat16)
-_OPERANDS = frozenset({"self", "other"})
 _INT64_VECTOR = torch.zeros(1, dtype=torch.int64)
 _INT32_SCALAR = torch.zeros((), dtype=torch.int32)
 
@@ -158,6 +157,8 @@ class Adapter:
         self.is_host = [name in lowering.host for name in self.names]
         self.dynamic_scalar = [scalar and name not in lowering.static for scalar, name in zip(self.is_scalar, self.names, strict=True)]
         self.accepts = {name: i for i, name in enumerate(self.names)}
+        operands = {"self", "other", "alpha"} if "other" in self.accepts else {"self"}  # `alpha` is a factor of `other`
+        self.is_operand = [is_tensor or name in operands for is_tensor, name in zip(self.is_tensor, self.names, strict=True)]
         self.takes_indices = self.names[1:2] == ["indices"] and str(schema.arguments[1].type) == "List[Optional[Tensor]]"
         self.fills_dtype = "dtype" in self.names and not lowering.pointwise
         self.known = lowering.static - MAY_BE_LIFTED
@@ -385,7 +386,7 @@ class Adapter:
             promoted = result
         if promoted in _HALF and self.lowering.widened:
             promoted = torch.float32
-        dtype, rounded = to_numpy_dtype(promoted), None if results is None or results[0] is None else to_numpy_dtype(results[0])
+        dtype, half = to_numpy_dtype(promoted), to_numpy_dtype(result) if result in _HALF else None
         compute: list[ComputeDtype | None] = []
         for name, arg in named:
             for item in arg if isinstance(arg, list | tuple) else [arg]:
@@ -394,8 +395,10 @@ class Adapter:
                     takes_part = name in chosen if chosen else True
                     # an input of the program that stands for a number has 64 bits; torch converts the number to the operands' dtype
                     takes_part |= isinstance(item, torch.SymFloat) and promoted.is_floating_point
-                    takes_part &= is_tensor or self.is_tensor[position] or (name in _OPERANDS and result in _HALF)
-                    compute.append(ComputeDtype(dtype, rounded, name == self.lowering.wide) if takes_part else None)
+                    is_rounded = half is not None and self.is_operand[position]  # other Scalars keep 32 bits
+                    takes_part &= is_tensor or self.is_tensor[position] or is_rounded
+                    own = ComputeDtype(dtype, half if is_rounded else None, name == self.lowering.wide)
+                    compute.append(own if takes_part else None)
         assert len(compute) == count, f"{self.op}: {len(compute)} operands described, {count} placed"
         return compute
 
@@ -421,7 +424,7 @@ def _filled(arg: Any, values: Sequence[Any]) -> Any:
 
 def _cast_scalar(value: Any, compute: ComputeDtype | None) -> Any:
     """A 0-dim value in the dtype that it has first, converted once for all ops that use it."""
-    if compute is None or not isinstance(value, jax.Array) or value.shape or value.dtype == (dtype := compute.first(value)):
+    if compute is None or not isinstance(value, jax.Array) or value.shape or value.dtype == (dtype := compute.first(())):
         return value
     return once(dtype, (value,), lambda: cast(value, dtype))
 

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import torch
 
+from spmd.base._convert import HALVES, rounded
 from spmd.base._errors import message
 from spmd.base._jax import is_tracer
 from spmd.base._torch import OpOverload, OpOverloadPacket, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key, torch_at_least
@@ -339,9 +340,18 @@ def scaled(array: Any, factor: Any) -> Any:
 
     A real factor that is an input of the program has 64 bits. Floats take it in 32 bits at least and in those of `array`, as in torch.
     """
+    if is_static(factor) and factor == 1:
+        return array
     if isinstance(array, jnp.ndarray) and jnp.issubdtype(jnp.result_type(factor), jnp.floating):
         if jnp.issubdtype(array.dtype, jnp.integer):
             factor = jnp.asarray(factor).astype(array.dtype)
-        elif jnp.issubdtype(array.dtype, jnp.floating) and not is_static(factor):
-            factor = factor.astype(jnp.promote_types(array.dtype, jnp.float32))
-    return array if is_static(factor) and factor == 1 else mul(array, factor)
+        elif jnp.issubdtype(array.dtype, jnp.floating) and (not is_static(factor) or array.dtype in HALVES):
+            factor = jnp.asarray(factor).astype(jnp.promote_types(array.dtype, jnp.float32))
+    return mul(array, factor)
+
+
+def rounded_factor(factor: Any, dtype: Any) -> Any:
+    """A factor as torch's CPU takes it beside arrays of 16-bit floats, where the operation rounds it to these bits."""
+    if dtype not in HALVES:
+        return factor
+    return rounded(factor, dtype) if is_static(factor) else factor.astype(dtype).astype(jnp.float32)

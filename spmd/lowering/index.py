@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.base._jax import is_tracer
-from spmd.lowering._registry import lower, scaled, size_if_traced
+from spmd.lowering._registry import lower, rounded_factor, scaled, size_if_traced
 
 
 def is_mask(index: Any) -> bool:
@@ -195,7 +195,7 @@ def _require_source_shape(self: Any, dim: int, index: Any, source: Any, *, alpha
 
 @lower("index_add", check=_require_source_shape)
 def index_add(self: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
-    added = scaled(_as_slices(self, dim, index, source), alpha).astype(self.dtype)
+    added = scaled(_as_slices(self, dim, index, source), rounded_factor(alpha, self.dtype)).astype(self.dtype)
     return combined_at(slices(self, dim, index), "add", added).reshape(self.shape)
 
 

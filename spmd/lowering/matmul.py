@@ -18,7 +18,7 @@ from jax import lax
 
 from spmd.base._jax import rows_folded_from, transposed_from
 from spmd.base._open_sizes import are_sizes_open
-from spmd.lowering._registry import is_static, lower, scaled
+from spmd.lowering._registry import is_static, lower, rounded_factor, scaled
 
 
 @lower("linear", whole=True, told=("reduce_dtype",))
@@ -109,6 +109,7 @@ def addmm(self: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> 
 
 @lower("addmv", static=("beta", "alpha"))
 def addmv(self: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    beta, alpha = (rounded_factor(factor, self.dtype) for factor in (beta, alpha))
     return combined(self, unless_zero(alpha, jnp.matmul, mat, vec), beta, alpha)
 
 

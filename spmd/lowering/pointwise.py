@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from spmd.base._convert import HALVES
 from spmd.lowering import _arithmetic as arithmetic
-from spmd.lowering._registry import is_static, lower, scaled
+from spmd.lowering._registry import is_static, lower, rounded_factor, scaled
 
 
 def _unless_integral(fn: Any) -> Any:
@@ -163,7 +163,10 @@ def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
 
 @lower("div.Tensor_mode", "div.Scalar_mode", pointwise=True, widened=False, wide="other")
 def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
-    """As on torch's CPU, a 16-bit quotient of arrays is rounded to 16 bits before truncation, but not before the floor."""
+    """As on torch's CPU, a 16-bit quotient of arrays is rounded to 16 bits before truncation, but not before the floor.
+
+    XLA multiplies by the reciprocal of a scalar divisor, which may give 30 where the quotient is 29.99999. Truncation shows that.
+    """
     if rounding_mode is None:
         return jnp.true_divide(self, other)
     is_integral = jnp.issubdtype(jnp.result_type(self, other), jnp.integer)
@@ -171,7 +174,9 @@ def div_mode(self: Any, other: Any, *, rounding_mode: str | None) -> Any:
         return lax.div(*_integers(self, other)) if rounding_mode == "trunc" else jnp.floor_divide(self, other)
     wide = jnp.promote_types(jnp.result_type(self, other), jnp.float32)
     if rounding_mode == "trunc":
-        return jnp.trunc(jnp.true_divide(self, other if jnp.ndim(other) else jnp.asarray(other, wide)))
+        if jnp.ndim(other) or wide == jnp.float64:
+            return jnp.trunc(jnp.true_divide(self, other))
+        return jnp.trunc((jnp.asarray(self, jnp.float64) / jnp.asarray(other, wide)).astype(wide))
     self, other = jnp.asarray(self, wide), jnp.asarray(other, wide)
     floor = jnp.floor_divide(self, other)
     return jnp.where(floor == 0, jnp.copysign(floor, self / other), floor)
@@ -185,9 +190,8 @@ def floor_divide(self: Any, other: Any) -> Any:
 @lower("pow.Tensor_Scalar", pointwise=True, widened=False, static=("exponent",))
 def pow_tensor_scalar(self: Any, exponent: Any) -> Any:
     """As on torch's CPU, the exponent is rounded to the 16 bits of the base, and the power is computed in more."""
-    if self.dtype in (jnp.float16, jnp.bfloat16):
-        exponent = float(np.asarray(exponent, self.dtype)) if is_static(exponent) else exponent.astype(self.dtype).astype(jnp.float32)
-        self = self.astype(jnp.float32)
+    exponent = rounded_factor(exponent, self.dtype)
+    self = self.astype(jnp.float32) if self.dtype in HALVES else self
     if is_static(exponent) and not isinstance(exponent, complex):
         if abs(exponent) <= 4 and exponent == int(exponent) and jnp.issubdtype(self.dtype, jnp.inexact):
             return lax.integer_pow(self, int(exponent))

@@ -24,6 +24,7 @@ from spmd.base._settings import in_force
 @pytest.fixture(autouse=True)
 def settings_as_before() -> Iterator[None]:
     before = {field.name: getattr(in_force, field.name) for field in fields(in_force)}
+    _progress._progress._finish_eager()  # compilations of the test before, which would be long in this one
     yield
     for name, value in before.items():
         setattr(in_force, name, value)

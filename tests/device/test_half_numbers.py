@@ -1,10 +1,11 @@
-"""Numbers beside tensors of 16-bit floats. torch's CPU rounds them to 16 bits, except where it multiplies or divides by them."""
+"""Numbers beside tensors of 16-bit floats: torch's CPU rounds operands to 16 bits, except factors and divisors, and no other Scalars."""
 
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import spmd
 
@@ -26,12 +27,32 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "n **": lambda x, n: n**x,
     "<": lambda x, n: x / 3 * n < n,
     "clamp": lambda x, n: x.clamp(n),
-    "float_power": torch.float_power,
     "_foreach_sub": lambda x, n: torch._foreach_sub([x], n)[0],
     "0-dim": lambda x, n: x - torch.tensor(n, device=x.device),
     "* 0-dim": lambda x, n: x * torch.tensor(n, device=x.device),
     "% 0-dim": lambda x, n: x % torch.tensor(n, device=x.device),
+    "-= and %=": lambda x, n: in_place(x.clone(), n),
+    "out=": lambda x, n: torch.sub(x, n, out=torch.empty_like(x)),
+    "add(alpha)": lambda x, n: torch.add(x, x / 3, alpha=n),
+    "sub_(alpha)": lambda x, n: x.clone().sub_(x / 3, alpha=n),
+    "rsub(alpha)": lambda x, n: torch.rsub(x, x / 3, alpha=n),
+    "_foreach_add(alpha)": lambda x, n: torch._foreach_add([x], [x / 3], alpha=n)[0],
+    "index_add": lambda x, n: x.index_add(0, torch.arange(64, device=x.device), x / 3, alpha=n),
+    "addcmul": lambda x, n: torch.addcmul(x, x / 3, x, value=n),
+    "addcdiv": lambda x, n: torch.addcdiv(x, x / 3, x, value=n),
+    "lerp": lambda x, n: torch.lerp(x, x * 2, n / 301),
+    "leaky_relu": lambda x, n: F.leaky_relu(x - 3, n),
+    "elu": lambda x, n: F.elu(x - 3, n),
+    "softplus": F.softplus,
+    "threshold": lambda x, n: F.threshold(x, n, n),
+    "addmv": lambda x, n: torch.addmv(x[:2], x[:4].view(2, 2), x[:2], alpha=n, beta=n),
 }
+
+
+def in_place(x: torch.Tensor, n: float) -> torch.Tensor:
+    x -= n
+    x %= n
+    return x
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -39,7 +60,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 def test_a_number_is_rounded_where_the_cpu_rounds_it(name: str, dtype: torch.dtype) -> None:
     fn = OPERATIONS[name]
     step = spmd.compile(fn)
-    x = torch.tensor([3, 1, 2, 5, 4], dtype=dtype)
+    x = (torch.arange(64) % 17 + 1).to(dtype)  # few elements would be computed by the CPU's scalar code, which rounds more often
     for number in (300.7, 0.3, 7.77, 257):
         expected, found = fn(x, number), [run(x.to("jax"), number).cpu() for run in (fn, spmd.compile(lambda x, n=number: fn(x, n)), step)]
         assert all(torch.equal(other, expected) for other in found), (number, expected, found)

@@ -266,13 +266,14 @@ def test_integers_to_large_powers_wrap_around_as_on_the_cpu(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.bfloat16, torch.float64])
-def test_floor_division_has_the_cpus_dtype_and_values(dtype: torch.dtype) -> None:
+def test_rounded_division_has_the_cpus_dtype_and_values(dtype: torch.dtype) -> None:
     def found(device: str) -> list[torch.Tensor]:
         x = torch.tensor([1, 3, 2, 9], dtype=dtype, device=device)
         scalars = [torch.tensor(number, device=device) for number in (7, 7.5)]
         in_place = x.clone()
         in_place //= 2
-        return [in_place, x // 2, x // 0.7, 7 // x, x // x.float(), *(n // x for n in scalars), *(x // n for n in scalars)]
+        truncated = [torch.div(x, n, rounding_mode="trunc") for n in (0.3, 0.7, torch.tensor(0.3, device=device))]
+        return [in_place, *truncated, x // 2, x // 0.7, 7 // x, x // x.float(), *(n // x for n in scalars), *(x // n for n in scalars)]
 
     for ours, its in zip(found("jax"), found("cpu"), strict=True):
         torch.testing.assert_close(ours.cpu(), its, rtol=0, atol=0)
