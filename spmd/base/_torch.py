@@ -87,6 +87,7 @@ try:
     from torch._C import _set_grad_enabled as set_grad_enabled
     from torch._C import _set_multithreading_enabled as set_multithreading_enabled
     from torch._decomp import decomposition_table as decomposition_table
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_functorch_transforms
     from torch._higher_order_ops import utils as higher_order_utils
     from torch._higher_order_ops.associative_scan import associative_scan as associative_scan
     from torch._higher_order_ops.associative_scan import associative_scan_op as associative_scan_op

@@ -118,11 +118,7 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             return host
         return torch.empty_strided(self.shape, self.stride(), dtype=dtype, device=device).copy_(host)
     if self.device.type != "jax":
-        argument = _argument(self)
-        if argument is None:
-            return from_host(self.to(dtype), self)
-        with exact_dtypes():
-            return _wrapped_like(_converted(argument, to_numpy_dtype(dtype)), self, kwargs.get("memory_format"))
+        return from_host(self.to(dtype), self)
     if dtype == self.dtype:
         return clone(self, memory_format=kwargs.get("memory_format"))
     with exact_dtypes():
@@ -137,11 +133,6 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
         dst.copy_(retried(to_host)(src))
         return dst
     if src.device.type != "jax":
-        argument = _argument(src)
-        if argument is not None:
-            with exact_dtypes():
-                store(dst, jnp.broadcast_to(_converted(argument, to_numpy_dtype(dst.dtype)), tuple(dst.shape)))
-            return dst
         _note_host_read(src)
         host = host_array(src.to(dst.dtype))
         buffer = buffer_of(dst)
@@ -258,9 +249,6 @@ def from_host(tensor: torch.Tensor, marked: torch.Tensor | None = None) -> torch
 
 
 def _from_host(tensor: torch.Tensor) -> torch.Tensor:
-    argument = _argument(tensor)
-    if argument is not None:
-        return _wrapped_like(argument, tensor, None)
     _note_host_read(tensor)
     if tensor.is_contiguous() or not fills_block(tuple(tensor.shape), tensor.stride()):
         return wrap_host(host_array(tensor))
@@ -311,18 +299,9 @@ def needs_host_value(what: str) -> TraceError:
 
 
 def host_value(tensor: torch.Tensor) -> Any:
-    """The values of a CPU tensor that an op uses directly; the traced input if the tensor is an argument of the program."""
-    argument = _argument(tensor)
-    if argument is not None:
-        return argument
+    """The values of a CPU tensor that an op uses directly."""
     _note_host_read(tensor)
     return host_array(tensor)
-
-
-def _argument(tensor: torch.Tensor) -> Any:
-    """The traced input of a CPU tensor that is an argument of the program; None for other tensors."""
-    recorder = recording.get()
-    return None if recorder is None else recorder.host_argument(tensor)
 
 
 def _note_host_read(tensor: torch.Tensor) -> None:

@@ -5,6 +5,8 @@ log.append(loss.detach().cpu())         # the trace appends a HostCopy; every ca
 A `HostCopy` is a CPU tensor without memory, which holds a device tensor of the same shape, strides and dtype. Operations of CPU tensors
 with one are computed by the program, on the device tensors that they hold, and give another. CPU tensors beside it are inputs or constants
 of the program, as where they are moved to the device. What needs memory of the host, or its random generator, is refused by name.
+
+A CPU tensor among the arguments of a traced function is one too: it holds an input of the program. It must not be written.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ class HostCopy(torch.Tensor):
 
     Attributes:
         held: the device tensor that has its values, with the same strides. Its views, and no other tensor, share its memory.
+        cls: the class that it has in a call.
     """
 
-    __slots__ = ("held",)
+    __slots__ = ("cls", "held")
     __torch_function__ = disabled_torch_function
     held: torch.Tensor
+    cls: type
 
     @staticmethod
-    def __new__(cls: type[HostCopy], held: torch.Tensor) -> HostCopy:
+    def __new__(cls: type[HostCopy], held: torch.Tensor, in_call: type = torch.Tensor) -> HostCopy:
         made = make_wrapper_subclass(
             cls,
             tuple(held.shape),
@@ -57,7 +61,7 @@ class HostCopy(torch.Tensor):
             dtype=held.dtype,
             device="cpu",
         )
-        made.held = held
+        made.held, made.cls = held, in_call
         if held.is_conj():
             set_conj(made, True)
         if held.is_neg():
@@ -66,8 +70,12 @@ class HostCopy(torch.Tensor):
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The class that it has when a call makes it."""
-        return torch.Tensor
+        """The class that it has in a call."""
+        return self.cls
+
+    @property
+    def _is_param(self) -> bool:  # for `isinstance(copy, nn.Parameter)`  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.cls is torch.nn.Parameter
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,12 +126,14 @@ class HostCopy(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.")
-        copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        copied.cls, memo[id(self)] = self.cls, copied
         vars(copied).update(vars(self))
         return copied
 
     def __copy__(self) -> torch.Tensor:
-        copied = self.detach().requires_grad_(self.requires_grad)
+        copied: Any = self.detach().requires_grad_(self.requires_grad)
+        copied.cls = self.cls
         vars(copied).update(vars(self))
         return copied
 
@@ -177,6 +187,8 @@ class HostCopy(torch.Tensor):
         self._need_memory("__dlpack__()", "return it from the step and use it there")
 
     def _need_memory(self, name: str, fix: str) -> NoReturn:
+        if is_argument(self):
+            raise computed_on_host(name)
         _refuse(f"a copy to the host of a traced tensor, {_described(self)}, was needed in memory, by {name}", fix)
 
 
@@ -190,6 +202,29 @@ def makes_host_copy(tensor: torch.Tensor) -> bool:
 def is_host_copy(value: Any) -> TypeGuard[HostCopy]:
     """Whether it is a copy to the host of a traced tensor."""
     return type(value) is HostCopy
+
+
+def stands_for_argument(copy: HostCopy) -> HostCopy:
+    """The copy, which stands for a CPU tensor argument from now on, as do all views of it."""
+    copy.held.untyped_storage().is_argument = True  # pyright: ignore[reportAttributeAccessIssue]
+    return copy
+
+
+def is_argument(value: Any) -> bool:
+    """Whether it stands for (a view of) a CPU tensor argument."""
+    return type(value) is HostCopy and hasattr(value.held.untyped_storage(), "is_argument")
+
+
+def computed_on_host(what: str) -> TraceError:
+    """The error for a use of a CPU tensor argument that only the trace would make. `what`: the operation."""
+    return TraceError(
+        message(
+            f"the compiled function uses a CPU tensor argument on the host: {what}",
+            *called_at(),
+            "only the trace would do so, and its result would be the same in every call",
+            fix="move the argument first, x = x.to('jax'), or do it before the call",
+        )
+    )
 
 
 def held_of(value: Any) -> Any:
@@ -208,6 +243,20 @@ def method_of(fn: Any) -> Any:
     if fn is torch.to_dlpack:
         return HostCopy.__dlpack__
     return next((own for name, own in vars(HostCopy).items() if callable(own) and getattr(torch.Tensor, name, None) is fn), None)
+
+
+def with_memory(value: Any, name: str) -> Any:
+    """A CPU tensor with the values of a `HostCopy`, which the host must know, for C++ code that reads memory; others as they are.
+
+    Args:
+        name: the function that reads it.
+    """
+    if type(value) is not HostCopy:
+        return value
+    if (known := host_answer(load(value.held))) is None:
+        what = f"{name}() reads a copy to the host of a traced tensor, {_described(value)}"
+        _refuse(what, f"pass {name}() a list of Python ints, or a CPU tensor that the host knows")
+    return host_tensor(np.array(known))
 
 
 def not_a_parameter() -> TraceError:
@@ -245,7 +294,7 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, jax:0 and cpu!")
     for copy in written.values():
         if type(copy) is HostCopy:
-            _require_not_fixed(copy)
+            _require_writable(copy, name)
     if kind is not None:
         kwargs = {**kwargs, "device": torch.device("jax")}
     if kwargs.get("pin_memory"):
@@ -274,7 +323,9 @@ def _refuse_kind(what: str, why: str, fix: str) -> NoReturn:
     raise TraceError(message(f"{what} a copy to the host of a traced tensor", *called_at(), why, fix=fix))
 
 
-def _require_not_fixed(copy: HostCopy) -> None:
+def _require_writable(copy: HostCopy, name: str) -> None:
+    if is_argument(copy):
+        raise computed_on_host(f"{name.partition('::')[2]}()")
     if hasattr(copy.held.untyped_storage(), "is_fixed_copy"):
         why = "a text or an array is made of its values when the call ends"
         _refuse_kind("an operation in place changes", why, "write to it before, or to a clone: c = c.clone()")
@@ -309,7 +360,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
             value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
             for number, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
                 if isinstance(one, torch.Tensor):
-                    found[f"{min(argument.alias_info.before_set)}{number or ''}"] = one
+                    found[f"{min(argument.alias_info.before_set, default=argument.name)}{number or ''}"] = one  # a list has no alias set
     return found
 
 
@@ -390,4 +441,16 @@ def _on_other_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func(*pytree.tree_map(_meta, args), **kwargs)
 
 
-__all__ = ["HostCopy", "held_of", "is_host_copy", "makes_host_copy", "method_of", "not_a_parameter", "refuse_to_write"]
+__all__ = [
+    "HostCopy",
+    "computed_on_host",
+    "held_of",
+    "is_argument",
+    "is_host_copy",
+    "makes_host_copy",
+    "method_of",
+    "not_a_parameter",
+    "refuse_to_write",
+    "stands_for_argument",
+    "with_memory",
+]

@@ -95,9 +95,6 @@ class Recorder(Protocol):
     def makes_host_copy(self) -> bool | None:
         """Whether a copy to the host is a `HostCopy` now. None: only if the host does not know its values."""
 
-    def host_argument(self, tensor: torch.Tensor) -> Any:
-        """The traced input of a CPU tensor that is an argument of the program, or None."""
-
     def host_read(self, tensor: torch.Tensor) -> None:
         """Record that the values of a CPU tensor become a constant of the program."""
 

@@ -38,7 +38,12 @@ def host_values(buffer: Buffer) -> np.ndarray[Any, Any] | None:
     """The same for a buffer, whose value may still be on the host."""
     if buffer.value is not None:
         return sent(buffer.value)
-    return buffer.host if buffer.host is not None and _is_kept(buffer.host) else None
+    return None if buffer.host is None else kept(buffer.host)
+
+
+def kept(host: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """The values themselves if they are of a kind that is kept; else None."""
+    return host if _is_kept(host) else None
 
 
 def window(host: np.ndarray[Any, Any] | None, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> np.ndarray[Any, Any] | None:
@@ -53,4 +58,4 @@ def _is_kept(host: np.ndarray[Any, Any]) -> bool:
     return (host.dtype.kind in "biu" and host.size <= _MAX_ELEMENTS) or (host.size == 1 and jnp.issubdtype(host.dtype, jnp.floating))
 
 
-__all__ = ["host_values", "note_sent", "sent", "window"]
+__all__ = ["host_values", "kept", "note_sent", "sent", "window"]

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import torch
 
-from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._convert import exact_dtypes
 from spmd.base._jax import ArrayImpl
 from spmd.base._progress import underway
 from spmd.base._torch import without_saved_tensors_hooks
 from spmd.base._torch_late import without_dynamo
+from spmd.device._host_copies import HostCopy
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream
@@ -26,7 +27,9 @@ from spmd.dynamo._graph_results import Made, Plain, Shown, made_of
 from spmd.dynamo._graph_trace import GraphTrace
 from spmd.program._job_checks import compiling
 from spmd.program.trace._buffer_use import TraceRecorder
-from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of, no_host_random
+from spmd.program.trace._host_arguments import host_argument
+from spmd.program.trace._host_values import no_host_random
+from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices
 from spmd.program.xla._target import common_mesh, lies_on, likely_platform
@@ -83,35 +86,31 @@ class GraphExecutables:
     def _traced(self, calls: Calls, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Traced:
         """The trace. CPU tensors are inputs after the device tensors, and the graph must not write to them."""
         hosts = self._host_tensors(args)
-        copies = [t.detach().clone() for t in hosts]  # so that a trace writes nothing
         examples = [example_of(t, self.mesh, self._replicated) for t in tensors]
-        joint = self._trace(calls, args, copies, self.given).joint(examples, list(map(host_array, hosts)))
-        if any(t._version for t in copies):
-            raise computed_on_host("it writes to it")
-        return joint.split()
+        return self._trace(calls, args, hosts, self.given).joint(examples, list(map(stored_values, hosts))).split()
 
-    def _trace(self, calls: Calls, args: tuple[Any, ...], copies: list[torch.Tensor], given: Sequence[Given]) -> GraphTrace:
-        """The trace of the graph with tensors passed as in `given`, and with `copies` of its CPU tensors."""
-        stand_ins = [t.as_subclass(HostArgument) for t in copies]
-        bound, held_hosts = [None if is_device_tensor(a) else a for a in args], stand_ins[len(self._hosts) :]
-        for i, stand_in in zip(self._hosts, stand_ins, strict=False):
-            bound[i] = stand_in
+    def _trace(self, calls: Calls, args: tuple[Any, ...], hosts: list[torch.Tensor], given: Sequence[Given]) -> GraphTrace:
+        """The trace of the graph with device tensors passed as in `given`, and with CPU tensors like `hosts`."""
+        bound = [None if is_device_tensor(a) else a for a in args]
         tensors = self._tensors(args)
         count, platform = len(self._positions), likely_platform(map(buffer_of, tensors))
-        identities = list(map(identity_of, copies))
         numbers: list[Any] = []
+        copies: list[HostCopy] = []
 
         def run(*inputs: torch.Tensor) -> Any:
             filled = list(bound)
+            for position, copy in zip(self._hosts, copies, strict=False):
+                filled[position] = copy
             for position, number in zip(self._numbers, numbers, strict=True):
                 filled[position] = wrap(number)  # its `item()` is a number on the device
             for position, tensor in zip(self._positions, inputs, strict=False):
                 filled[position] = tensor
-            return calls.run(filled, [*inputs[count:], *held_hosts])
+            return calls.run(filled, [*inputs[count:], *copies[len(self._hosts) :]])
 
         def recorded(values: Sequence[Any], words: Any) -> TraceRecorder:
             numbers[:] = values[: len(self._numbers)]
-            return TraceRecorder(words, dict(zip(identities, values, strict=False)), default_stream.draws, {}, platform=platform)
+            copies[:] = [host_argument(host.detach(), wrap(value)) for host, value in zip(hosts, values, strict=False)]
+            return TraceRecorder(words, default_stream.draws, {}, platform=platform)
 
         return GraphTrace(run, given, [layout_of(t, how.size) for t, how in zip(tensors, given, strict=True)], recorded)
 
@@ -119,7 +118,7 @@ class GraphExecutables:
         return [*(args[i] for i in self._hosts), *self._held_hosts]
 
     def _host_arrays(self, args: tuple[Any, ...]) -> Sequence[Any]:
-        return list(map(host_array, self._host_tensors(args))) if self._hosts or self._held_hosts else ()
+        return list(map(stored_values, self._host_tensors(args))) if self._hosts or self._held_hosts else ()
 
     def sizes_of(self, args: tuple[Any, ...]) -> Sizes:
         """The varying sizes of a call; () if none vary."""

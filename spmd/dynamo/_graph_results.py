@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.base._errors import TraceError, message
+from spmd.device._host_copies import computed_on_host, is_host_copy
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, strided_alias, wrap
 from spmd.program.trace._window import Window, leaves_whole
 
@@ -79,6 +80,8 @@ class Results:
                 tensors.append(value)
         self.results: list[Made | Shown | Plain] = []
         for value in returned:
+            if is_host_copy(value):
+                raise computed_on_host("a result of the graph is on the CPU")
             if not is_device_tensor(value):
                 self.results.append(Plain(value))
             elif (owner := owners.get(buffer_of(value))) is not None:

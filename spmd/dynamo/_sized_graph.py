@@ -30,6 +30,7 @@ from spmd.program.sizes._evaluate import SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._sized_arguments import padded
 from spmd.program.sizes._trace_points import more_points, points_within, with_enough_points
+from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices
 
@@ -224,19 +225,17 @@ class SizedGraph(GraphExecutables):
             raise SizeDecides(why)
         given = [how if how.order is None else self._resized(how, i, sizes) for i, how in enumerate(self.given)]
         examples = [jax.ShapeDtypeStruct(how.root, buffer_of(t).dtype) for how, t in zip(given, tensors, strict=True)]
-        copies = [self._host_for(position, t, sizes) for position, t in self._placed_hosts(args)]
-        hosts = [*map(host_array, copies), np.zeros(len(point), np.int64)]
+        given_hosts = [self._host_for(position, t, sizes) for position, t in self._placed_hosts(args)]
+        hosts = [*map(stored_values, given_hosts), np.zeros(len(point), np.int64)]
         try:
             with open_sizes():
-                joint = self._trace(calls, tuple(self._sizes.replaced(args, sizes)), copies, given).joint(examples, hosts)
+                joint = self._trace(calls, tuple(self._sizes.replaced(args, sizes)), given_hosts, given).joint(examples, hosts)
         except (TraceError, Inexact):
             raise
         except Exception as error:
             if self._numbers:  # Python may need the value of one of these
                 raise
             raise SizeDecides(f"for sizes {tuple(sizes)} the graph raises {type(error).__name__}: {error}") from error
-        if any(t._version for t in copies):
-            raise Inexact("a write to a CPU tensor")
         return joint
 
     def _placed_hosts(self, args: tuple[Any, ...]) -> list[tuple[int, torch.Tensor]]:
@@ -245,14 +244,15 @@ class SizedGraph(GraphExecutables):
 
     def _host_for(self, position: int, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         if not self._sizes.varies(position, self._how.vary):
-            return tensor.detach().clone()
+            return tensor
         return torch.zeros(self._sizes.shape(position, sizes), dtype=tensor.dtype)
 
     def _host_arrays(self, args: tuple[Any, ...]) -> Sequence[Any]:
         found = list[Any]()
         for position, tensor in self._placed_hosts(args):
-            value = host_array(tensor)
-            if self._sizes.varies(position, self._how.vary):
+            value = stored_values(tensor)
+            if self._sizes.varies(position, self._how.vary):  # as in the trace, in the order of its dims
+                value = host_array(tensor)
                 whole = self._sizes.shape(position, self._whole)
                 value = np.pad(value, [(0, m - n) for n, m in zip(value.shape, whole, strict=True)])
             found.append(value)

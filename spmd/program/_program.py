@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from mesh import size_text
-from spmd.base._convert import host_array
 from spmd.base._errors import NonFiniteError, SpmdError, TraceError, message
 from spmd.base._jax import inline_jaxpr
 from spmd.base._signals import handlers_wait
@@ -48,6 +47,7 @@ from spmd.program.run._written_tensors import WrittenTensors
 from spmd.program.stored import StoredTrace
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._output_tree import rebuilt
 from spmd.program.trace._results import Leaf, made
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
@@ -288,17 +288,18 @@ class Program(Executable):
         own = buffer_of(parameter).state_annotation
         return self.devices.example(buffer_of(parameter)).sharding if own is None else own.to_jax()
 
-    def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
+    def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer], hosts: list[torch.Tensor]) -> str | None:
         """Why a call needs a new trace; None if this program is valid for it.
 
         Args:
             numbers: the numbers among the arguments that are inputs, by position.
             buffers: buffers of the device tensors among the arguments.
+            hosts: the CPU tensors among the arguments.
         """
         captured = self.captured
         captured.inputs.numbers.refresh(numbers)
         if captured.inputs.known is not None:
-            captured.inputs.known.refresh(buffers)
+            captured.inputs.known.refresh([*buffers, *hosts])
         if self.mesh is None:
             state = self.written if self.written.buffers else self.read
             over = mesh_of(state.buffers[0].value) if state.first_has_changed() else None
@@ -318,6 +319,7 @@ class Program(Executable):
             The function's result.
         """
         call = ProgramCall(arg_buffers, given)
+        call.hosts = list(map(stored_values, hosts)) if hosts else []
         for step in self._before:
             step(call)
         state, read = self.written.current(call.changed), self.read.current(call.changed)
@@ -325,7 +327,6 @@ class Program(Executable):
         donated = donatable(state[: self.num_donated]), donatable(written_args)
         if call.changed:
             _copy_shared(donated[0])
-        call.hosts = [host_array(t) for t in hosts] if hosts else []
         host_args, (numbers, words) = [*map(self.devices.array_of, call.hosts)], self.inputs.current()
         call.inputs = donated, state[self.num_donated :], read, kept_args, host_args, numbers, words
         for step in self._gathered:
@@ -355,7 +356,7 @@ class Program(Executable):
 
     def _check_arguments(self, call: ProgramCall) -> None:
         assert self.captured.inputs.known is not None
-        self.captured.inputs.known.check_arguments(call.arguments)
+        self.captured.inputs.known.check_arguments([*call.arguments, *call.hosts])
 
     def _gather(self, call: ProgramCall) -> None:
         assert self.rolled is not None
@@ -363,7 +364,7 @@ class Program(Executable):
 
     def _follow(self, call: ProgramCall) -> None:
         assert self.captured.inputs.known is not None
-        call.followed = self.captured.inputs.known.written(call.arguments)
+        call.followed = self.captured.inputs.known.written([*call.arguments, *call.hosts])
 
     def _begin_watched(self, call: ProgramCall) -> None:
         assert self.watched is not None

@@ -164,7 +164,7 @@ class SizedStep(Step[Any, Any]):
             spent = 0.0, time.perf_counter() - start
             program = SizedProgram(family, bucket, call.buffers, self._options, self._name, spent, Making([self._loaded.get], is_beside))
         family.today = tuple(now.sizes.values())
-        family.captured.inputs.refresh(call.numbers, call.buffers)
+        family.captured.inputs.refresh(call.numbers, call.arguments)
         why = program.reason_for(family.today)
         if why is not None:  # known only after the program was evaluated
             raise SizeDecides(why)
@@ -174,7 +174,7 @@ class SizedStep(Step[Any, Any]):
         """The family of traces that is valid for a call, and the number of traces made for it now."""
         key, today = self._family_key(call, now), tuple(now.sizes.values())
         for family in self._families.of(key):
-            family.captured.inputs.numbers.refresh(call.numbers)
+            family.captured.inputs.refresh(call.numbers, call.arguments)
             if family.captured.guarded.guards.reason() is None and family.reason(today) is None:
                 return family, 0
         self._require_may_trace(failed)

@@ -183,7 +183,7 @@ class Step(CopiedStep, Generic[P, R]):
                     if program.compilation.has_failed:
                         self._programs.drop(program)
                         continue
-                    reason = program.reason_to_trace(call.numbers, call.buffers)
+                    reason = program.reason_to_trace(call.numbers, call.buffers, call.hosts)
                     if reason is None:
                         if self._options.check:
                             require_same(self._name, program.captured, self._traced(call, settings)[0])

@@ -417,12 +417,20 @@ def test_a_compiled_step_inside_it_ends_the_graph_and_runs() -> None:
 
 
 def test_what_only_pytorch_can_do_runs_operation_by_operation_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    fast = compiled(lambda x, table: x + (table * 2).to("jax"))
+    fast = compiled(lambda x, table: (x + (table * 2).to("jax"), table * 3))
     with caplog.at_level(logging.WARNING, "spmd.dynamo"):
         for number in (2.0, 3.0):
-            assert_same(fast(batch(3).to("jax"), torch.full((3,), number)), batch(3) + 2 * number)
-    assert "computed from it" in caplog.text and len(caplog.records) == 1
+            assert_same(fast(batch(3).to("jax"), torch.full((3,), number)), (batch(3) + 2 * number, torch.full((3,), 3 * number)))
+    assert "a result of the graph is on the CPU" in caplog.text and len(caplog.records) == 1
     assert graphs()[0].refused is not None
+
+
+def test_what_a_graph_computes_of_a_cpu_tensor_is_computed_by_the_program() -> None:
+    fast = compiled(lambda x, table: x + (table * 2).t().to("jax"))
+    for number in (2.0, 3.0):
+        table = batch(3, 4) * number
+        assert_same(fast(batch(4, 3).to("jax"), table), batch(4, 3) + 2 * table.t())
+    assert graphs()[0].refused is None
 
 
 def test_a_write_to_a_cpu_tensor_is_made_once_in_each_call() -> None:

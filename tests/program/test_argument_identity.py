@@ -169,3 +169,48 @@ def test_an_argument_that_a_method_in_c_stores_is_the_callers() -> None:
     for _ in range(3):
         result = step(given)
         assert result.given is given and result["given"] is given and result.w.tolist() == [2.0, 2.0]
+
+
+def gradients(x: torch.Tensor, y: torch.Tensor) -> Any:
+    (x * 2 + y * 3).sum().backward()
+    return x.grad, y.grad, x is y
+
+
+def doubled(x: torch.Tensor, y: torch.Tensor) -> None:
+    for tensor in [x] if x is y else [x, y]:
+        tensor.detach().mul_(2)
+    vars(y)["tag"] = 3
+
+
+@pytest.mark.parametrize("fn", [gradients, doubled])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2), (3, 0, 1, 2)])
+def test_two_arguments_that_share_memory_are_not_one_argument(fn: Callable[..., Any], order: tuple[int, ...]) -> None:
+    def left(device: str) -> Any:
+        step, found = fn if device == "cpu" else spmd.compile(fn), []
+        a = torch.ones(2).to(device).requires_grad_()
+        pairs = (a, a), (a, a.detach().requires_grad_()), (a.detach().requires_grad_(), a), (a, torch.nn.Parameter(a.data))
+        for x, y in map(pairs.__getitem__, order):
+            x.grad = y.grad = None
+            result = step(x, y)
+            found.append((result, a.tolist(), vars(x).pop("tag", None), vars(y).pop("tag", None)))
+        return found
+
+    torch.testing.assert_close(left("jax"), left("cpu"), check_device=False)
+
+
+def test_an_argument_that_shares_the_memory_of_state_is_not_the_state() -> None:
+    def left(device: str) -> Any:
+        w = torch.ones(2).to(device).requires_grad_()
+
+        def fn(x: torch.Tensor) -> Any:
+            (x * 2 + w * 3).sum().backward()
+            return x.grad, w.grad, x is w
+
+        step, found = fn if device == "cpu" else spmd.compile(fn), []
+        for make in (lambda: w, lambda: w.detach().requires_grad_(), lambda: w, lambda: torch.nn.Parameter(w.data)):
+            x = make()
+            x.grad = w.grad = None
+            found.append(step(x))
+        return found
+
+    torch.testing.assert_close(left("jax"), left("cpu"), check_device=False)

@@ -1,5 +1,6 @@
 """CPU tensors and host random numbers in a compiled function: inputs of the program, constants that are watched, or refused."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -64,24 +65,125 @@ def test_a_zero_dim_cpu_argument_in_an_op_is_an_input() -> None:
 
 
 COMPUTED: dict[str, Callable[..., Any]] = {
-    "arithmetic": lambda x: (x * 2).to("jax"),
-    "dtype": lambda x: x.double().to("jax"),
-    "item": lambda x: torch.ones(1, device="jax") * x.sum().item(),
-    "branch": lambda x: torch.ones(1, device="jax") if x.sum() > 0 else None,
-    "tolist": lambda x: torch.tensor(x.tolist(), device="jax"),
-    "numpy": lambda x: torch.from_numpy(x.numpy() * 2).to("jax"),
-    "in_place": lambda x: x.add_(1).to("jax"),
-    "set_item": lambda x: (x.__setitem__(0, 1.0), x.to("jax"))[1],
+    "arithmetic": lambda x, i: (x * 2).to("jax"),
+    "dtype": lambda x, i: x.double().to("jax"),
+    "sum": lambda x, i: torch.ones(1, device="jax") * x.sum().item(),
+    "result": lambda x, i: x.exp() + i,
+    "several": lambda x, i: (x.square().mean(), (x > 0).sum(), x[1].item(), i.item() * 2),
+    "in a list": lambda x, i: torch.stack([x, x + i]).to("jax"),
+    "beside 0-dim": lambda x, i: torch.ones(2, device="jax") * i,
+    "text": lambda x, i: f"{i}, {x}",
 }
 
 
-@pytest.mark.parametrize("name", list(COMPUTED))
-def test_what_is_computed_from_a_cpu_argument_on_the_host_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_is_computed_from_a_cpu_argument_is_computed_by_the_program(name: str) -> None:
+    step = spmd.compile(COMPUTED[name])
+    for seed in (1, 2, 3):
+        given = batch(3, seed=seed), torch.tensor(seed)
+        assert_same(step(*given), COMPUTED[name](*given))
+    assert step.num_traces == 1
+
+
+READ: dict[str, Callable[..., Any]] = {
+    "index": lambda x, i: x[i],
+    "slice": lambda x, i: x[i:],
+    "size": lambda x, i: torch.full((i,), 2.0, device=x.device),
+    "view": lambda x, i: x.view(i, -1),
+    "sizes": lambda x, i: x.tensor_split((i, i + 1)),
+    "positions": lambda x, i: x.tensor_split(i[None]),
+    "narrow": lambda x, i: torch.narrow(x, 0, i, 2),
+    "alpha": lambda x, i: torch.add(x, x, alpha=i),
+    "roll": lambda x, i: x.roll(i),
+    "tril": lambda x, i: x.view(2, 3).tril(i),
+    "pad": lambda x, i: torch.nn.functional.pad(x, (i, 1)),
+    "arange": lambda x, i: torch.arange(i, i + 2, device=x.device),
+    "topk": lambda x, i: torch.topk(x, i)[0],
+    "range": lambda x, i: sum((x * n for n in range(i)), x),
+    "branch": lambda x, i: x * 2 if i > 2 else x,
+    "bool": lambda x, i: x * 2 if i - 2 else x,
+    "list": lambda x, i: x * [1, 2, 3, 4][i],
+    "key": lambda x, i: x * {1: 2, 2: 3, 3: 4}[i.item()],
+    "tolist": lambda x, i: x.reshape(torch.stack([i, 6 // i]).tolist()),
+    "equal": lambda x, i: x * 2 if torch.equal(i, torch.tensor(3)) else x,
+    "contains": lambda x, i: x * 2 if 3 in torch.stack([i, i * 2]) else x,
+    "dim": lambda x, i: x.view(1, 2, 1, 3).sum(i),
+    "interpolate": lambda x, i: torch.nn.functional.interpolate(x.view(1, 1, 6), size=i),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_reads_an_integer_of_a_cpu_argument_has_the_value_of_each_call(name: str) -> None:
+    step = spmd.compile(READ[name])
+    i = torch.tensor(0)
+    for number in (1, 2, 3, 1):
+        i.fill_(number)
+        given = batch(6, seed=number), i
+        assert_same(step(given[0].to("jax"), i), READ[name](*given))
+    assert step.num_traces <= 3
+
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "numpy": lambda x: torch.from_numpy(x.numpy() * 2).to("jax"),
+    "numpy function": lambda x: np.mean(x),
+    "memory": lambda x: x.data_ptr(),
+    "in_place": lambda x: x.add_(1).to("jax"),
+    "in_place view": lambda x: x[1:].zero_(),
+    "shape in place": lambda x: x.unsqueeze_(0),
+    "list in place": lambda x: torch._foreach_add_([x], 1),
+    "set_item": lambda x: (x.__setitem__(0, 1.0), x.to("jax"))[1],
+    "out": lambda x: torch.add(x, 1, out=x),
+    "flag": lambda x: x.requires_grad_().to("jax").detach(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_write_to_a_cpu_argument_and_a_use_of_its_memory_are_refused(name: str) -> None:
     x = batch(3)
     kept = x.clone()
     with pytest.raises(spmd.TraceError, match=r"(?s)uses a CPU tensor argument on the host.*test_host.py.*fix: move the argument first"):
-        spmd.compile(COMPUTED[name])(x)
-    assert torch.equal(x, kept)
+        spmd.compile(REFUSED[name])(x)
+    assert torch.equal(x, kept) and not x.requires_grad
+
+
+def test_a_cpu_argument_and_its_views_are_the_callers_in_results() -> None:
+    state: dict[str, torch.Tensor] = {}
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        state["latest"] = y
+        return y, y[1:], y.t().detach(), y is x
+
+    step = spmd.compile(fn)
+    for _ in range(2):
+        y = batch(3, 4).t()
+        same, part, turned, is_same = step(batch(2), y)
+        assert same is y and state["latest"] is y and not is_same
+        assert part.stride() == y[1:].stride() and turned.is_contiguous()
+        y.fill_(7)
+        assert part.eq(7).all() and turned.eq(7).all()
+    assert step(y, y)[3] and step.num_traces == 2
+
+
+def test_the_gradient_of_a_cpu_argument_is_refused_and_its_class_kept() -> None:
+    weight = torch.nn.Parameter(batch(3))
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> Any:
+        (w.to("jax") * x).sum().backward()
+
+    with pytest.raises(spmd.TraceError, match="the backward pass gives it a gradient"):
+        spmd.compile(fn)(batch(3).to("jax"), weight)
+    assert weight.grad is None
+    described = spmd.compile(lambda w: (isinstance(w, torch.nn.Parameter), type(w), vars(w), copy.deepcopy(w), str(w)))
+    for _ in range(2):
+        is_parameter, kind, attributes, copied, text = described(weight)
+        assert is_parameter and kind is type(copied) is torch.nn.Parameter and attributes == {}
+        assert torch.equal(copied, weight) and copied is not weight and text == str(weight)
+    with pytest.raises(spmd.TraceError, match="a CPU tensor of class Named"):
+        spmd.compile(lambda x: x.to("jax"))(batch(3).as_subclass(Named))
+
+
+class Named(torch.Tensor):
+    pass
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])

@@ -150,3 +150,20 @@ def test_a_parameter_made_in_the_first_call_is_trained_by_the_next() -> None:
         return [*found, *model.weight.grad.tolist(), len(list(model.parameters()))]
 
     assert losses("jax", spmd.compile) == pytest.approx(losses("cpu", lambda fn: fn))
+
+
+def test_all_attributes_of_a_tensor_are_read_and_kept() -> None:
+    """Also those that are added after the trace."""
+    held, x = tensor("jax", a=1), tensor("jax", c=1)
+    step = spmd.compile(lambda x: (sorted(vars(x)), dict(x.__dict__), sorted(vars(held)), x * 2))
+    assert step(x)[:3] == (["c"], {"c": 1}, ["a"])
+    x.d, held.b = 2, 2  # type: ignore[attr-defined]
+    assert step(x)[:3] == (["c", "d"], {"c": 1, "d": 2}, ["a", "b"])
+    assert vars(x) == {"c": 1, "d": 2}
+    assert step(tensor("jax"))[:3] == ([], {}, ["a", "b"])
+
+
+def test_an_argument_as_a_plain_tensor_is_returned_as_one() -> None:
+    step = spmd.compile(lambda x: (x.as_subclass(torch.Tensor), x.as_subclass(torch.Tensor)[:2], x[:2], x.detach()))
+    for _ in range(2):
+        assert list(map(type, step(boxes("jax")))) == [torch.Tensor, torch.Tensor, Boxes, Boxes]

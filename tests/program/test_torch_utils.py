@@ -152,11 +152,28 @@ def test_packed_sequences_with_lengths_of_the_host(lengths: Any, wrap: Wrap) -> 
         assert_same(step(x.to("jax")), fn(host, x))
 
 
-def test_lengths_that_are_an_argument_are_refused_by_name() -> None:
-    model = nn.GRU(4, 5, batch_first=True).to("jax")
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_lengths_that_are_an_argument_select_a_program(is_sorted: bool) -> None:
+    host = nn.GRU(4, 5, batch_first=True)
+    device = copy.deepcopy(host).to("jax")
 
-    def fn(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return model(utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1]
+    def fn(model: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=is_sorted)
+        return utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True, total_length=4)[0].detach()
 
-    with pytest.raises(spmd.TraceError, match="uses a CPU tensor argument on the host"):
-        spmd.compile(fn)(batch(3, 4, 4).to("jax"), torch.tensor([3, 2, 1]))
+    step = spmd.compile(lambda x, lengths: fn(device, x, lengths))
+    lengths = torch.tensor([3, 3, 1])
+    for changed in (1, 2, 3, 1):
+        lengths[int(is_sorted)] = changed  # the same tensor: its values count
+        x = batch(3, 4, 4, seed=changed)
+        assert_same(step(x.to("jax"), lengths), fn(host, x, lengths))
+    assert step.num_traces == 3
+
+
+def test_ctc_loss_with_lengths_of_the_host() -> None:
+    loss = nn.CTCLoss()
+    logits, targets = batch(5, 3, 4).log_softmax(-1), torch.tensor([[1, 2], [1, 3], [2, 2]])
+    step = spmd.compile(lambda x, t, a, b: loss(x, t, a, b))
+    for lengths in ([5, 5, 5], [4, 5, 3]):
+        given = targets, torch.tensor(lengths), torch.tensor([2, 1, 2])
+        assert_same(step(logits.to("jax"), *given), loss(logits, *given))

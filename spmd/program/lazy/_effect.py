@@ -100,7 +100,7 @@ def effect_of(
 
     def run(values: list[Any], words: Any) -> int:
         replay, start = Replay(), default_stream.draws
-        recorder = TraceRecorder(words, {}, start, {}, platform=platform)
+        recorder = TraceRecorder(words, start, {}, platform=platform)
         for place, (root, value) in enumerate(zip(roots, values, strict=True)):
             replay.put(place, traced_buffer(value, root), to_torch_dtype(root.dtype))
         before = {replay.buffer(place): place for place in range(len(roots))}

@@ -136,7 +136,7 @@ class Region(Executable):
         """Run the recorded operations on tracers. Called by `jax.make_jaxpr`."""
         replay, start = Replay(), default_stream.draws
         streams = iter([words[i] for i in range(words.shape[0])])
-        recorder = TraceRecorder(next(streams), {}, start, {}, platform=self.platform)
+        recorder = TraceRecorder(next(streams), start, {}, platform=self.platform)
         has_drawn = False
         position = {number: i for i, number in enumerate(self.varying)}
         numbers: list[Any] = [

@@ -296,9 +296,6 @@ class _InitialStateRecorder:
     def makes_host_copy(self) -> bool:
         return False
 
-    def host_argument(self, tensor: torch.Tensor) -> None:
-        return None
-
     def host_read(self, tensor: torch.Tensor) -> None:
         return None
 

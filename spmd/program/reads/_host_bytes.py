@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
-from spmd.base._torch import DisableTorchFunctionSubclass
+from spmd.base._torch import DisableTorchFunctionSubclass, are_functorch_transforms_active, without_functorch_transforms
 
 
 def host_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Shape, dtype, requires_grad and bytes of a CPU tensor; of a sparse tensor also those of its indices and values."""
+    if are_functorch_transforms_active():  # they wrap all results, also of operations on tensors that they do not know
+        with without_functorch_transforms():
+            return host_bytes(tensor)
     with DisableTorchFunctionSubclass(), torch.no_grad():
         if tensor.layout != torch.strided:
             parts = [host_bytes(part) for part in _parts(tensor)]

@@ -19,7 +19,7 @@ import math
 import operator
 import statistics
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ import torch
 from spmd.base._convert import host_tensor
 from spmd.device._copy import needs_host_value
 from spmd.device._host_answers import host_answer
-from spmd.device._host_copies import held_of, is_host_copy, method_of, not_a_parameter
+from spmd.device._host_copies import computed_on_host, held_of, is_argument, is_host_copy, method_of, not_a_parameter, with_memory
 from spmd.device._numbers import OF_MATH, is_program_number
 from spmd.device._storage import is_device_tensor, load
 from spmd.program.reads._hidden_state import IN_MEMORY
@@ -99,6 +99,12 @@ _OF_CONTENT = _OF_ITEMS | {
 _MOST_LISTED = 64  # elements of a tensor that `tolist` makes numbers of the program: each is an output of it
 _TEXTS = set(map(id, (builtins.str, builtins.repr, builtins.ascii, builtins.format)))
 _NUMPYS = {id(operator.attrgetter(name)(np)) for name in _OF_NUMPY}
+# functions whose C++ code reads memory of CPU tensors: their positions and names among the arguments
+_READ_IN_C: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "tensor_split": ((1,), ("indices_or_sections", "tensor_indices_or_sections", "indices", "sections")),
+    "ctc_loss": ((2, 3), ("input_lengths", "target_lengths")),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), ((1,), ("batch_sizes",))),
+}
 _ITERATED = (types.GeneratorType, map, filter, zip, *(type(getattr({}, name)()) for name in ("keys", "values", "items")))
 
 
@@ -135,7 +141,7 @@ def for_pending(
     if issubclass(type(owner), IN_MEMORY):
         require_no_output(recording, fn, args)
     if fn is builtins.type and len(args) == 1 and is_host_copy(args[0]):
-        return lambda value: torch.Tensor
+        return lambda value: value.__class__
     if (made := _of_copies(recording, fn, owner, args)) is not None:
         return made
     if getattr(fn, "__name__", "") == "tolist" and is_device_tensor(held_of(owner)):
@@ -176,15 +182,33 @@ def _of_copies(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...])
         raise not_a_parameter()
     if args and is_host_copy(args[0]) and (own := method_of(fn)) is not None:
         return own
-    if is_host_copy(owner) and getattr(fn, "__name__", "") in ("numpy", "__array__"):
+    is_array = id(fn) in _NUMPYS or is_elementwise(fn)
+    if is_array and any(map(is_argument, args)):
+        raise computed_on_host(f"numpy.{fn.__name__}()")
+    if is_host_copy(owner) and not is_argument(owner) and getattr(fn, "__name__", "") in ("numpy", "__array__"):
         return partial(_array_of, owner)
-    if not (id(fn) in _TEXTS or type(owner) in (str, bytes) or fn is operator.mod or id(fn) in _NUMPYS or is_elementwise(fn)):
+    if (read := _READ_IN_C.get(getattr(fn, "__name__", ""))) is not None and holds_copies(*args):
+        positions, names = read
+        return partial(_with_memory, fn, {*names, *(p - isinstance(owner, torch.Tensor) for p in positions)})
+    if not (id(fn) in _TEXTS or type(owner) in (str, bytes) or fn is operator.mod or is_array):
         return None
     if not holds_copies(*args) or (fn is operator.mod and not _is_text(args)) or (fn is builtins.format and not args[0].dim()):
         return None
     for arg in args:
         _read(recording, arg)
     return lambda *given, **options: pending(fn, given, options, is_safe=id(fn) in _TEXTS)
+
+
+def _with_memory(fn: Any, places: Collection[int | str], *args: Any, **options: Any) -> Any:
+    """`fn(*args, **options)`, which reads the memory of the tensors at `places` in C++."""
+    name = fn.__name__
+
+    def given(place: int | str, value: Any) -> Any:
+        if place in places:
+            return with_memory(value, name)
+        return held_of(value) if name == "ctc_loss" else value  # its targets may be on the CPU
+
+    return fn(*(given(i, value) for i, value in enumerate(args)), **{key: given(key, value) for key, value in options.items()})
 
 
 def _array_of(copy: Any, *, force: bool = False) -> Any:

@@ -248,12 +248,12 @@ class PlacesRead:
         return left
 
     def attribute_names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-        """Names of the attributes of these tensors that were read or written. Drops the places of these reads, so they are not guarded."""
+        """Names of their attributes that were read or written; "__dict__" for all. Drops these places, so they are not guarded."""
         found: set[str] = set()
         for attributes in map(self.attributes, tensors):
             place: Any = self.places.pop(id(attributes), None)
             if place is not None:
-                found.update(place.entries, place.present, place.whole[0] if place.whole else ())
+                found.update(place.entries, place.present, ("__dict__",) if place.whole else ())
             found.update(name for name in attributes or () if self.journal.is_written(attributes, name))
         return frozenset(found)
 

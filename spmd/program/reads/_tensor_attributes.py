@@ -21,6 +21,8 @@ def note_tensor_attribute(recording: PlacesRead, tensor: torch.Tensor, name: str
         recording._host_tensor(tensor)
     elif tensor.device.type == "cpu" and name == "grad":
         recording.read_c_attribute(tensor, name)
+    elif name == "__dict__":
+        recording.attributes(tensor)  # notes whose it is
     bases = type(tensor).__mro__
     if name not in _OF_ALL or name in (attributes_of(tensor) or ()):
         recording._class_attribute(bases, name)

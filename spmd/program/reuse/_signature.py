@@ -64,6 +64,11 @@ class Signature(NamedTuple):
     copied: list[tuple[Buffer, int]]
     numbers: dict[int, int | float]
 
+    @property
+    def arguments(self) -> list[Buffer | torch.Tensor]:
+        """The buffers of the device tensors, then the CPU tensors: in the order of the program's inputs."""
+        return [*self.buffers, *self.hosts]
+
 
 def signature(
     args: Any,
@@ -81,7 +86,7 @@ def signature(
         state, known: by id, buffers that are state, and objects that the function reached by name. They enter the key by identity.
         holders: classes whose instances are containers even if they have no tensor attribute.
         varying: by structure of the arguments, the positions of numbers that enter the key by type only.
-        attributes: names of the Python attributes of tensors that enter the key.
+        attributes: names of the Python attributes of tensors that enter the key; with "__dict__" all do.
         is_stack: the first dim of each tensor is the step (`steps_per_call`).
 
     Raises:
@@ -95,6 +100,7 @@ def signature(
     copied: list[tuple[Buffer, int]] = []
     inputs = varying.get(shape, ()) if varying else ()
     numbers: dict[int, int | float] = {}
+    sharing: list[list[torch.Tensor]] = []  # by position of a buffer, the different tensors on it
     for index, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             if is_input := index in inputs and type(value) in (int, float):
@@ -108,14 +114,20 @@ def signature(
         if buffer is None and value.device.type == "jax":
             buffer = buffer_of(value)  # raises
         if buffer is None:
+            position = next((i for i, host in enumerate(hosts) if host is value), len(hosts))
             hosts.append(value)
-            key.append((*_host(value), _attributes(value, attributes)))
+            key.append((position, *_host(value), _attributes(value, attributes)))
             continue
         own, buffer, strides = (value, buffer, None) if buffer.value is not None and is_whole(value, buffer) else _own(value, is_stack)
         identity = id(buffer)
         if (position := positions.setdefault(identity, len(buffers))) == len(buffers):
             buffers.append(buffer)
-        place: Any = ("state", identity) if identity in state else position
+            place: Any = position
+            sharing.append([value])
+        else:
+            place = position, _place_of(value, sharing[position])
+        if identity in state:
+            place = "state", identity, id(value) if id(value) in known else place
         if own is not value:
             flat[index], place = own, ("view", position)
             copied.append((buffer_of(value), position))
@@ -124,6 +136,15 @@ def signature(
     if copied:
         args, kwargs = (tuple(flat), {}) if isinstance(tree, int) else with_shared(unflatten(flat, tree)[0], (args, kwargs))
     return Signature(tuple(key), buffers, hosts, args, kwargs, copied, numbers)
+
+
+def _place_of(value: torch.Tensor, tensors: list[torch.Tensor]) -> int:
+    """The place of a tensor in a list, to which it is added if it is not there."""
+    for place, tensor in enumerate(tensors):
+        if tensor is value:
+            return place
+    tensors.append(value)
+    return len(tensors) - 1
 
 
 def _own(value: torch.Tensor, is_stack: bool) -> tuple[torch.Tensor, Buffer, Any]:
@@ -136,8 +157,9 @@ def _own(value: torch.Tensor, is_stack: bool) -> tuple[torch.Tensor, Buffer, Any
 
 def _host(value: torch.Tensor) -> tuple[Any, ...]:
     """The key's part for the metadata of a CPU tensor."""
-    is_dense = value.layout == torch.strided and not value.is_nested
-    return str(value.device), tuple(value.shape), value.dtype, value.stride() if is_dense else ()
+    strides = value.stride() if value.layout == torch.strided and not value.is_nested else ()
+    gradient = value.requires_grad and _gradient(value)
+    return str(value.device), tuple(value.shape), value.dtype, strides, value.is_conj(), value.is_neg(), type(value), gradient
 
 
 def _flattened(args: Any, kwargs: Any, holders: frozenset[type], known: Mapping[int, Any]) -> tuple[list[Any], Any, Any]:
@@ -229,7 +251,7 @@ def _attributes(tensor: torch.Tensor, names: Collection[str]) -> tuple[Any, ...]
     held = vars(tensor)
     return tuple(
         (name, type(held[name]), exactly(held[name]) if _is_plain(held[name]) else ByIdentity(held[name]))
-        for name in sorted(names)
+        for name in sorted(held if "__dict__" in names else names)
         if name in held
     )
 

@@ -16,7 +16,7 @@ class ProgramCall:
         arguments: buffers of the device tensors among the arguments.
         given: the arguments as the user gave them.
         held: the current values of the places of `TraceState.held`.
-        hosts: the CPU tensors among the arguments, as numpy arrays.
+        hosts: the stored values of the CPU tensors among the arguments.
         changed: arrays of the state that were replaced since the previous call.
         followed: (buffer, new value) of arguments and state whose values the host computes as well.
         inputs: arrays for the executable: (donated, 0-dim state, read, args, hosts, numbers, random words).

@@ -54,9 +54,9 @@ class SizedProgram(Program):
         super().__init__(captured, buffers, options, name, spent, making)
         self._dispatched = (*self._dispatched, self._cut_gradients)
 
-    def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer]) -> str | None:
+    def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer], hosts: list[torch.Tensor]) -> str | None:
         """Why the program is not valid for a call; None if it is."""
-        return self.reason_for(self.family.today) or super().reason_to_trace(numbers, buffers)
+        return self.reason_for(self.family.today) or super().reason_to_trace(numbers, buffers, hosts)
 
     def reason_for(self, sizes: tuple[int, ...]) -> str | None:
         """Why the program is not valid for these sizes; None if it is."""

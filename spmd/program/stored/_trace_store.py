@@ -132,8 +132,9 @@ class TraceStore:
     """
 
     def __init__(self, keys: Sequence[str] = (), fn: Any = None, call: Signature | None = None, objects: Sequence[Any] = ()) -> None:
-        self._keys, self._arguments, self._numbers = keys, [] if call is None else call.buffers, {} if call is None else call.numbers
-        self._roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(self._arguments)}}
+        self._keys, self._call = keys, call
+        self._buffers = [] if call is None else call.buffers
+        self._roots = {"function": fn, **{f"argument {i}": buffer for i, buffer in enumerate(self._buffers)}}
         self._roots |= {f"object {i}": value for i, value in enumerate(objects)}
         self._objects = list(objects)
         self._reachable: Any = None
@@ -236,7 +237,8 @@ class TraceStore:
             drop_unused_state(optimizer, created, lambda buffer: id(buffer) in used)
         captured = stored.captured
         captured.guarded.reached.update((id(o), o) for o in stored.reached)
-        captured.inputs.refresh(self._numbers, captured.inputs.arguments)
+        assert self._call is not None
+        captured.inputs.refresh(self._call.numbers, self._call.arguments)
         return captured.guarded.guards.reason()
 
     def keep(self, program: Program) -> None:
@@ -272,7 +274,7 @@ class TraceStore:
             program.loops,
             None if rolled is None else [stack.members for stack in rolled.stacks],
             used,
-            layouts_of([b.value for b in (*program.written.buffers, *program.read.buffers, *self._arguments)]),
+            layouts_of([b.value for b in (*program.written.buffers, *program.read.buffers, *self._buffers)]),
             list(captured.guarded.reached.values()),
             self._objects,
             self.messages,

@@ -13,12 +13,13 @@ import torch
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceError, message
+from spmd.device._host_copies import HostCopy, held_of, is_host_copy
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap_strided
 from spmd.device._uploaded import host_values, note_sent, window
 from spmd.program.find._objects import ITEMS, Flat, contents_of, unflatten
 from spmd.program.find._static import attributes_of
 from spmd.program.reads import ABSENT, PLAIN, Effect, Recording, is_same_content
-from spmd.program.trace._host_values import HostArgument
+from spmd.program.trace._host_arguments import host_argument
 from spmd.program.trace._memory_order import memory_order
 
 Path = tuple[Any, ...]
@@ -56,10 +57,16 @@ class ArgumentContainers:
         self.originals: dict[int, Any] = {i: one for i, path in self.paths.items() if isinstance(one := of_caller(path, callers), _MUTABLE)}
         self.originals.update((id(copy), original) for original, copy, _ in self._contents)
 
-    def of_tensor(self, effect: Effect) -> Effect:
-        """The effect itself; if it writes an attribute of a tensor argument, the same effect on the caller's tensor."""
-        path = self._of_tensors.get(id(effect.holder))
-        return effect if path is None else replace(effect, holder=path, put=_put)
+    def of_tensors(self, effects: Iterable[Effect]) -> list[Effect]:
+        """The effects. Those that write attributes of a tensor argument write the caller's tensor's; those without a change are dropped."""
+        found: list[Effect] = []
+        for effect in effects:
+            path = self._of_tensors.get(id(effect.holder))
+            if path is None:
+                found.append(effect)
+            elif not (effect.is_content and is_same_content(effect.before, effect.value)):
+                found.append(replace(effect, holder=path, put=_put))
+        return found
 
     def effects(self) -> list[Effect]:
         """The writes of the trace to these containers."""
@@ -116,7 +123,7 @@ def put_in_argument(effect: Effect, holder: Any, value: Any) -> None:
         holder = vars(holder)
     if effect.key is ABSENT:
         holder.clear()
-        holder.extend(value)
+        (holder.update if isinstance(holder, dict) else holder.extend)(value)
     elif value is ABSENT:
         del holder[effect.key]
     else:
@@ -196,36 +203,30 @@ _MUTABLE = (dict, list, collections.deque)
 
 
 def bind(flat: list[Any]) -> tuple[list[Any], list[Buffer], list[torch.Tensor]]:
-    """The argument leaves that a trace gets. CPU tensors become `HostArgument`, others are unchanged: views have their own storage already.
+    """The argument leaves that a trace gets: copies of inputs for CPU tensors, others unchanged (views have their own storage already).
 
     Returns:
         The leaves, the buffers of the device tensors (each once), and the CPU tensors.
 
     Raises:
-        TraceError: a CPU tensor is sparse or nested.
+        TraceError: a CPU tensor has no such copy (see `host_argument`).
     """
     bound: list[Any] = []
     buffers: list[Buffer] = []
     hosts: list[torch.Tensor] = []
+    copies: dict[int, Any] = {}
     for value in flat:
         if is_device_tensor(value):
             bound.append(value)
             buffers.append(buffer_of(value))
         else:
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                _require_dense(value)
                 hosts.append(value)
-                value = _with_attributes(value.as_subclass(HostArgument), value)
+                if id(value) not in copies:
+                    copies[id(value)] = host_argument(value)
+                value = copies[id(value)]
             bound.append(value)
     return bound, list(dict.fromkeys(buffers)), hosts
-
-
-def _require_dense(argument: torch.Tensor) -> None:
-    if argument.layout != torch.strided or argument.is_nested:
-        kind = "nested" if argument.is_nested else str(argument.layout).removeprefix("torch.")
-        what = f"an argument of the compiled function is a tensor of layout {kind}, and device 'jax' has only dense tensors"
-        fix = "torch.nested.to_padded_tensor(x, 0.0)" if argument.is_nested else "pass x.to_dense(), or let the function close over x"
-        raise TraceError(message(what, fix=fix))
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class BoundArguments:
     Attributes:
         leaves: the placeholder of each leaf.
         buffers: buffers of the device tensors.
-        hosts: the CPU tensors.
+        hosts, copies: the CPU tensors, and what the trace gets for each.
         call: positional and keyword arguments.
         objects: the objects in the arguments that have tensor attributes.
         containers: the dicts, lists and objects in the arguments.
@@ -247,12 +248,18 @@ class BoundArguments:
     leaves: list[Any]
     buffers: list[Buffer]
     hosts: list[torch.Tensor]
+    copies: list[HostCopy]
     call: tuple[tuple[Any, ...], dict[str, Any]]
     objects: list[Any]
     containers: ArgumentContainers
     is_stacked: bool
     owned: dict[int, int]
     positions: dict[Buffer, int]
+
+    @property
+    def held(self) -> list[Buffer]:
+        """The buffers of `copies`."""
+        return [buffer_of(copy.held) for copy in self.copies]
 
     @staticmethod
     def of(
@@ -270,11 +277,13 @@ class BoundArguments:
         call = with_shared(call, (args, kwargs))
         first = flat.tree.root.objects.count(None) if is_stacked else 0  # tensors in objects are not stacked
         owned = {id(leaves[i]): i for i in range(first, len(leaves)) if not isinstance(leaves[i], PLAIN)}
-        positions = {buffer_of(t): i for i, t in enumerate(leaves) if is_device_tensor(t)}
+        held = map(held_of, leaves)
+        positions = {buffer_of(t): i for i, t in enumerate(held) if is_device_tensor(t)}
+        copies = [leaf for leaf in leaves if is_host_copy(leaf)]
         containers = ArgumentContainers(call, objects, (args, kwargs, flat.objects))
         copied = zip(leaves, flat.leaves, strict=True)
         containers.originals.update((id(copy), leaf) for copy, leaf in copied if copy is not leaf and isinstance(leaf, torch.Tensor))
-        return BoundArguments(leaves, buffers, hosts, call, objects, containers, is_stacked, owned, positions)
+        return BoundArguments(leaves, buffers, hosts, copies, call, objects, containers, is_stacked, owned, positions)
 
 
 def own_storage(tensor: torch.Tensor, is_stack: bool = False) -> torch.Tensor:

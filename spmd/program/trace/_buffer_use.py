@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import types
 import weakref
@@ -14,15 +13,12 @@ import numpy as np
 import torch
 
 from mesh import ShardingSpec
-from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
 from spmd.base._torch import pytree
 from spmd.device._checks import Check
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
-from spmd.device._views import contiguous_stride, plan_window
 from spmd.program.reads._library import is_recorded
-from spmd.program.trace._host_values import HostArgument, computed_on_host, identity_of
 from spmd.program.trace._known_inputs import KnownInputs
 
 DROPPED_VALUE = (
@@ -38,7 +34,6 @@ class TraceRecorder:
 
     Attributes:
         words, start_draws: the random state at the start of the trace.
-        host_inputs: tracers of the CPU arguments, by `identity_of`.
         counters: step counters that may be read as one, each with its group. See Note [Equal counters].
         leaders: for each counter that is read as another one, that other one.
         reads: buffers that the trace has read, by id of the array that jax notes as a constant.
@@ -57,7 +52,6 @@ class TraceRecorder:
     """
 
     words: Any
-    host_inputs: dict[Any, Any]
     start_draws: int
     counters: dict[Buffer, Any]
     scalars: dict[Any, Any] = field(default_factory=dict[Any, Any])
@@ -180,30 +174,8 @@ class TraceRecorder:
             frame = frame.f_back
         return True
 
-    def host_argument(self, tensor: torch.Tensor) -> Any:
-        if not isinstance(tensor, HostArgument):
-            return None
-        found = self.host_inputs.get(identity_of(tensor))
-        if found is None:
-            found = self._view_of_argument(tensor)
-        if found is None:
-            raise computed_on_host(f"a tensor of shape {tuple(tensor.shape)} computed from it")
-        return found
-
-    def _view_of_argument(self, tensor: torch.Tensor) -> Any:
-        """The traced values of a view of a CPU argument; None if it is not one of a contiguous argument."""
-        start, size, stride, dtype = identity_of(tensor)
-        for (first, shape, steps, its), value in self.host_inputs.items():
-            offset, rest = divmod(start - first, dtype.itemsize)
-            last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-            if its == dtype and steps == contiguous_stride(shape) and not rest and 0 <= offset <= last < math.prod(shape):
-                with exact_dtypes():
-                    return plan_window((math.prod(shape),), size, stride, offset).read(value.reshape(-1))
-        return None
-
     def host_read(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, HostArgument):
-            self.host_reads.append(tensor)
+        self.host_reads.append(tensor)
 
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 
-from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
@@ -34,6 +34,7 @@ from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import Gradients
 from spmd.program.trace._host_values import no_host_random, no_host_writes
 from spmd.program.trace._known_inputs import KnownInputs
+from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._results import note_gradients, show_held
 from spmd.program.trace._topology_tensors import waiting_for_topology
 from spmd.program.trace._trace import TorchState, Trace, TraceOptions
@@ -81,7 +82,7 @@ def capture(
     given = [t for t in bound if is_device_tensor(t)]
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *buffers]
     waiting = waiting_for_topology(reachable)
-    arg_values = [waiting.get(b) or b.raw() for b in buffers] + [host_array(t) for t in hosts]
+    arg_values = [waiting.get(b) or b.raw() for b in buffers] + [stored_values(t) for t in hosts]
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
     before, counters = versions_of([*found.device_tensors(), *given]), equal_counters(found.optimizers, are_shared=settings.share_counters)
     with (
@@ -101,9 +102,9 @@ def capture(
             TraceOptions(keep_grads, debug_nans, likely_platform(reachable)),
             TorchState(optim, gradients, flags, memory, counters),
             numbers,
-            None if is_stacked else KnownInputs(buffers),
+            None if is_stacked else KnownInputs([*buffers, *hosts]),
         )
-        jaxpr = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers], shapes, *given))(
+        jaxpr = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers, *trace.arguments.held], shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
         )
         unfilled.require_empty()
@@ -132,13 +133,15 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[t
     if trace.options.keep_grads and not arguments.is_stacked:
         note_gradients(left.leaves, left.returned, {id(g): position.get(id(p), p) for p, g in gradients if g is not None})
     looked_up = [cache.look_up for cache in trace.reads.caches.values() if cache.lookups]
-    guarded = Guarded(trace.guards(replaced), trace.places, list(recorder.branches.values()), trace.reads.reached())
+    shared = [b for b in arguments.buffers if b in state_buffers]
+    reached = {**trace.reads.reached(), **{id(t): t for t in trace.found.device_tensors() if shared and buffer_of(t) in shared}}
+    guarded = Guarded(trace.guards(replaced), trace.places, list(recorder.branches.values()), reached)
     return Captured(
         jaxpr=jaxpr,
         inputs=TraceInputs(
             arguments=arguments.buffers,
             num_hosts=len(arguments.hosts),
-            shared=[b for b in arguments.buffers if b in state_buffers],
+            shared=shared,
             holders=trace.found.holders,
             numbers=trace.numbers,
             draws=trace.draws,

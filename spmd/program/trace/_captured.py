@@ -15,7 +15,7 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._traced_state import Action
 from spmd.program.reads import Effect, Place, ReplacedState
 from spmd.program.reuse._columns import Guards
-from spmd.program.trace._known_inputs import KnownInputs
+from spmd.program.trace._known_inputs import Argument, KnownInputs
 from spmd.program.trace._output_tree import Node
 from spmd.program.trace._results import OUTPUTS, Leaf
 from spmd.program.trace._topology_tensors import on_topology
@@ -45,8 +45,8 @@ class TraceInputs:
     draws: int
     known: KnownInputs | None
 
-    def refresh(self, numbers: Mapping[int, int | float], arguments: Sequence[Buffer]) -> None:
-        """Update the inputs that guards read, before they are evaluated for a call with these numbers and argument buffers."""
+    def refresh(self, numbers: Mapping[int, int | float], arguments: Sequence[Argument]) -> None:
+        """Update the inputs that guards read, before they are evaluated for a call with these numbers and arguments."""
         self.numbers.refresh(numbers)
         if self.known is not None:
             self.known.refresh(arguments)

@@ -1,14 +1,13 @@
-"""Refuses host values that would become constants of a program: values of CPU tensor arguments, and random numbers of the host.
+"""Refuses what only a trace would do on the host: draw random numbers, and write to CPU tensors.
 
-A CPU tensor argument becomes an input of the program where the function moves it to the device. A value that is computed from it on the
-CPU would be a constant, the same in every call. So would a number from `random`, numpy's global generator or torch's CPU generator.
+A number from `random`, numpy's global generator or torch's CPU generator would be a constant, the same in every call.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,60 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.base._errors import TraceAgain, TraceError, called_at, message
+from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._progress import PROGRESS
-from spmd.base._torch import DisableTorchFunctionSubclass, pytree
 from spmd.device._host_copies import is_host_copy
 from spmd.program.trace._trace_settings import Drawn, TraceSettings
-
-_READERS = frozenset(
-    (
-        *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
-        *("__contains__", "is_nonzero", "equal", "allclose", "nonzero"),
-    )
-)
-
-
-class HostArgument(torch.Tensor):
-    """A CPU tensor argument during a trace. It can be viewed and moved to the device; reading its values raises TraceError.
-
-    CPU tensors computed from it are `HostArgument`s too.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        if name in _READERS or name == "__setitem__" or (in_place and isinstance(args[0], HostArgument)):
-            raise computed_on_host(f"{name.strip('_')}()")
-        with DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        return pytree.tree_map(_as_argument, out)
-
-
-def _as_argument(value: Any) -> Any:
-    is_host = (
-        isinstance(value, torch.Tensor) and value.device.type == "cpu" and not isinstance(value, HostArgument) and not is_host_copy(value)
-    )
-    return value.as_subclass(HostArgument) if is_host else value
-
-
-def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A key that is equal for two tensors with the same memory, shape, strides and dtype."""
-    with DisableTorchFunctionSubclass():
-        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def computed_on_host(what: str) -> TraceError:
-    """The error for a value of a CPU argument that Python or a CPU operation needs during a trace. `what`: the operation or result."""
-    return TraceError(
-        message(
-            f"the compiled function uses a CPU tensor argument on the host: {what}",
-            *called_at(),
-            "the result would be a constant of the program, the same in every call",
-            fix="move the argument first, x = x.to('jax'), or compute on it before the call",
-        )
-    )
 
 
 class NumbersDrawn(TraceAgain):

@@ -22,16 +22,19 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import derived, evaluated, is_tracer
 from spmd.device._storage import Buffer
-from spmd.device._uploaded import host_values, sent, window
+from spmd.device._uploaded import host_values, kept, sent, window
 from spmd.program.reuse._columns import Guards
+from spmd.program.trace._memory_order import stored_values
 
 _MAX_FOLLOWED = 16  # elements of an integer or bool tensor whose writes the host follows: flags and counters
 _value = attrgetter("value")
 _today = attrgetter("today")
+Argument = Buffer | torch.Tensor | np.ndarray[Any, Any]  # of a device tensor; a CPU tensor, or a copy of its stored values
 Values = tuple[np.ndarray[Any, Any] | None, ...]
 
 
@@ -106,8 +109,9 @@ class KnownInputs:
             positions of arguments.
     """
 
-    def __init__(self, arguments: Sequence[Buffer]) -> None:
-        self._hosts = list(map(host_values, arguments))
+    def __init__(self, arguments: Sequence[Argument]) -> None:
+        """`arguments`: those on the device, then those on the CPU."""
+        self._hosts = list(map(_values_of, arguments))
         self._arguments = {id(argument): i for i, argument in enumerate(arguments)}
         self._tracers: Sequence[Any] = ()
         self._positions: dict[int, int] = {}  # position of an argument, by id of its tracer
@@ -121,7 +125,7 @@ class KnownInputs:
         self._programs: dict[Any, _HostProgram] = {}  # by the jaxpr's text and its constants
 
     def install(self, tracers: Sequence[Any]) -> None:
-        """Begin a trace. `tracers`: the tracers of the arguments."""
+        """Begin a trace. `tracers`: the tracers of the arguments, in their order."""
         self._checks.clear()
         self._tracers = tracers  # kept alive, so that their ids are not reused
         self._positions = {id(tracer): i for i, tracer in enumerate(tracers)}
@@ -143,10 +147,10 @@ class KnownInputs:
         """Whether arguments are checked before each call."""
         return bool(self._checks)
 
-    def check_arguments(self, arguments: Sequence[Buffer]) -> None:
+    def check_arguments(self, arguments: Sequence[Argument]) -> None:
         """Check the known values of the arguments of a call."""
         for check in self._checks:
-            check(host_values(arguments[check.argument]))
+            check(_values_of(arguments[check.argument]))
 
     def known_value(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
         """The value of a tracer if the host knows all inputs that it depends on; else None.
@@ -216,20 +220,22 @@ class KnownInputs:
                 if found[1].is_exact
             ]
 
-    def written(self, arguments: Sequence[Buffer]) -> list[tuple[Buffer, np.ndarray[Any, Any]]]:
+    def written(self, arguments: Sequence[Argument]) -> list[tuple[Buffer, np.ndarray[Any, Any]]]:
         """The new values that a call with these arguments writes to the followed state and arguments."""
         left: list[tuple[Buffer, np.ndarray[Any, Any]]] = []
         for target, sources, program in self.followed:
-            given = [host_values(arguments[s] if isinstance(s, int) else s) for s in sources]
+            given = [_values_of(arguments[s] if isinstance(s, int) else s) for s in sources]
             known = [host for host in given if host is not None]
             if len(known) == len(given) and all(map(_is_exact, [*known, result := program(known)])):
-                left.append((arguments[target] if isinstance(target, int) else target, result))
+                buffer = arguments[target] if isinstance(target, int) else target
+                assert isinstance(buffer, Buffer)  # CPU tensors are not written
+                left.append((buffer, result))
         return left
 
-    def refresh(self, arguments: Sequence[Buffer]) -> None:
+    def refresh(self, arguments: Sequence[Argument]) -> None:
         """Update `today` for a call with these arguments."""
         if self._sources:
-            now = tuple(host_values(arguments[s]) for s in self._sources if isinstance(s, int))
+            now = tuple(_values_of(arguments[s]) for s in self._sources if isinstance(s, int))
             if len(now) != len(self.today) or not all(map(is_, now, self.today)):
                 self.today = now
 
@@ -313,6 +319,13 @@ def _may_follow(value: Any) -> bool:
     return is_flag or (value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating))
 
 
+def _values_of(argument: Argument) -> np.ndarray[Any, Any] | None:
+    """The values of an argument or of state if the host knows them and keeps those of its kind; else None."""
+    if isinstance(argument, Buffer):
+        return host_values(argument)
+    return kept(argument if isinstance(argument, np.ndarray) else stored_values(argument))
+
+
 def _key(source: int | Buffer) -> int:
     return source if isinstance(source, int) else ~id(source)
 
@@ -337,4 +350,4 @@ def _shown(value: np.ndarray[Any, Any]) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-__all__ = ["KnownInputs"]
+__all__ = ["Argument", "KnownInputs"]

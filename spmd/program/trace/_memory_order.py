@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from spmd.base._convert import host_array
 from spmd.device._views import contiguous_stride
 
 Shape = tuple[int, ...]
@@ -102,6 +103,21 @@ def memory_order(size: Shape, stride: Shape, is_stack: bool = False) -> MemoryOr
     return MemoryOrder(counts, steps, extents, tuple(own), memory)
 
 
+def stored_values(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A copy of the values of a CPU tensor, as its storage in a trace has them, without a pending conjugation or negation."""
+    plain = without_pending(tensor.detach())
+    if plain.is_contiguous():
+        return host_array(plain)
+    order = memory_order(tuple(plain.shape), plain.stride())
+    return order.filled(host_array(plain.as_strided(order.size, order.steps)))
+
+
+def without_pending(tensor: torch.Tensor) -> torch.Tensor:
+    """The view of a tensor's memory without its pending conjugation and negation."""
+    tensor = torch.ops.aten._neg_view(tensor) if tensor.is_neg() else tensor
+    return torch.ops.aten._conj(tensor) if tensor.is_conj() else tensor
+
+
 def is_permuted(tensor: torch.Tensor) -> bool:
     """Whether the tensor would be contiguous in another order of its dims, and is not in this one."""
     if tensor.is_contiguous():
@@ -131,4 +147,4 @@ def _places(step: int, memory: Shape) -> Shape | None:
     return None if step else tuple(places)
 
 
-__all__ = ["MemoryOrder", "is_permuted", "memory_order", "permuted"]
+__all__ = ["MemoryOrder", "is_permuted", "memory_order", "permuted", "stored_values", "without_pending"]

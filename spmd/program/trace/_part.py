@@ -25,7 +25,7 @@ class Part:
     def __init__(self, words: Any, start_draws: int) -> None:
         self.words = words
         self.start_draws = start_draws
-        self.outer: Recorder = recording.get() or TraceRecorder(words, {}, start_draws, {})
+        self.outer: Recorder = recording.get() or TraceRecorder(words, start_draws, {})
 
     @property
     def scalars(self) -> dict[Any, Any]:
@@ -77,9 +77,6 @@ class Part:
     def makes_host_copy(self) -> bool:
         """False: it could leave the part by a way that is not its result."""
         return False
-
-    def host_argument(self, tensor: torch.Tensor) -> Any:
-        return self.outer.host_argument(tensor)
 
     def host_read(self, tensor: torch.Tensor) -> None:
         self.outer.host_read(tensor)

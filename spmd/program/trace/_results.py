@@ -117,6 +117,8 @@ class Results:
             return Leaf("container", self.containers[id(value)])
         if is_host_copy(value):
             kind, buffer = Kind.of_copy(value), buffer_of(value.held)
+            if buffer in self.arguments:
+                return Leaf("part", (self.arguments[buffer], Window.with_kind(value.held, kind)))
             if id(buffer) in roots:
                 return Leaf("view", (roots[id(buffer)], Window.with_kind(value.held, kind)))
             return Leaf("copy", kind)

@@ -44,7 +44,7 @@ from spmd.program.trace._data_assignment import DataAssignments
 from spmd.program.trace._flop_counts import FlopCounts
 from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
-from spmd.program.trace._host_values import identity_of
+from spmd.program.trace._host_arguments import require_unchanged
 from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._modes import Switches
 from spmd.program.trace._module_calls import report_compiling, require_known_state, restore_functorch, watching
@@ -191,16 +191,15 @@ class Trace:
     def run(self, buffers: list[Buffer], shapes: list[Any], values: list[Any], vector: Any, words: Any) -> Any:
         """Install tracers, run the user's function, collect outputs, and restore all state. jax calls this.
 
-        `buffers`: those without an array, with the tracers `shapes`, then those of the device arguments. `values`: tracers of device, then
-        CPU arguments. `vector`, `words`: of numbers and the random state. Returns outputs, written buffers, gradients and optimizer state.
+        `buffers`: those without an array, with the tracers `shapes`, then those of device and CPU arguments, with the tracers `values`.
+        `vector`, `words`: of numbers and the random state. Returns outputs, written buffers, gradients and optimizer state.
         """
         values, gradients, optim = [*shapes, *values], self.torch_state.gradients, self.torch_state.optim
-        inputs = dict(zip(map(identity_of, self.arguments.hosts), values[len(buffers) :], strict=True))
-        recorder = self.recorder = self._recorder(words, inputs, values[len(shapes) : len(buffers)])
+        recorder = self.recorder = self._recorder(words, values[len(shapes) :])
         token = recording.set(recorder)
         try:
-            for buffer, value in zip(buffers, values, strict=False):
-                recorder.touched[buffer] = (buffer.value, buffer.host)
+            for buffer, value in zip(buffers, values, strict=True):
+                recorder.touched.setdefault(buffer, (buffer.value, buffer.host))
                 buffer.value, buffer.host = value, None
                 buffer.reads.clear()
             gradients.mark()
@@ -221,7 +220,8 @@ class Trace:
                     run_in = copy_context().run if self.settings.has_own_context else _call
                     result = run_in(reads.run, self.fn, *args, **kwargs)
                 self._require_no_other_settings(recorder, reads)
-                effects = [*map(containers.of_tensor, run_in(reads.effects)), *containers.effects()]
+                require_unchanged(zip(self.arguments.copies, self.arguments.hosts, strict=True))
+                effects = [*containers.of_tensors(run_in(reads.effects)), *containers.effects()]
                 optim.note(recorder.newborn.__contains__)
                 self.torch_state.memory.write_back()
             flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
@@ -244,9 +244,9 @@ class Trace:
             raise
         finally:
             recording.reset(token)
+            recorder.put_back()
             self.draws = default_stream.draws - recorder.start_draws
             default_stream.draws = recorder.start_draws
-            recorder.put_back()
             gradients.drop()
 
     def _require_no_other_settings(self, recorder: TraceRecorder, reads: Recording) -> None:
@@ -287,15 +287,15 @@ class Trace:
             raise NumbersNeeded from error
         if recorder.knows_counts():
             raise CountsNeeded from error
-        if names_number or "slice indices must be integers" in text:  # Python accepts only its own numbers here
+        if names_number:  # Python accepts only its own numbers here
             raise needs_value("number (index, range, format)", line_of(error)) from error
 
-    def _recorder(self, words: Any, inputs: dict[Any, Any], arguments: list[Any]) -> TraceRecorder:
+    def _recorder(self, words: Any, arguments: list[Any]) -> TraceRecorder:
         if self.known is not None:
             self.known.install(arguments)
         draws, counts = default_stream.draws, self.settings.has_counts
         counters, platform = self.torch_state.counters, self.options.platform
-        return TraceRecorder(words, inputs, draws, counters, platform=platform, known=self.known, has_counts=counts, copies_leave=True)
+        return TraceRecorder(words, draws, counters, platform=platform, known=self.known, has_counts=counts, copies_leave=True)
 
     def _recording_arguments(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
         """What the recording must know: names of modules, by id; the module of each dict of a module, by id of the dict; and ids of objects

@@ -57,7 +57,7 @@ class Kind(NamedTuple):
     def of_copy(copy: torch.Tensor) -> Kind:
         """The kind of the CPU tensor that a copy to the host becomes."""
         attributes = dict(attributes_of(copy) or ())
-        return Kind(torch.Tensor, copy.requires_grad and copy.grad_fn is None, attributes, _is_of_other_mode(copy))
+        return Kind(copy.__class__, copy.requires_grad and copy.grad_fn is None, attributes, _is_of_other_mode(copy))
 
     def made_by(self, make: Callable[[Any], torch.Tensor], value: Any) -> torch.Tensor:
         """`make(value)`, a new tensor, as a tensor of this kind."""
@@ -70,9 +70,9 @@ class Kind(NamedTuple):
 
     def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, a new tensor, converted to this kind in place where possible."""
+        made = tensor if type(tensor) is self.cls else tensor.as_subclass(self.cls)
         if self.is_plain:
-            return tensor
-        made = tensor if self.cls is torch.Tensor else tensor.as_subclass(self.cls)
+            return made
         if self.attributes:
             vars(made).update(self.attributes)
         return made.requires_grad_() if self.requires_grad else made
