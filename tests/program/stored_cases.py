@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.program.stored_harness import Values, calls, case, trained
+from tests.program.stored_harness import Values, calls, case, inputs, trained
 
 SCALE = 2.0
 TABLE = {"scale": 2.0, "names": ["a", "b"]}
@@ -408,3 +408,20 @@ def linear_algebra(device: str, wrap: Any, changed: bool) -> Values:
         return [torch.linalg.solve(square, ones), torch.linalg.cholesky(square), torch.linalg.eigvalsh(square), torch.linalg.svdvals(x)]
 
     return [v for found in calls(wrap(step), device) for v in found]
+
+
+@case
+def attributes_of_results_and_views_of_arrays(device: str, wrap: Any, changed: bool) -> Values:
+    def step(x: torch.Tensor, n: int) -> Any:
+        y: Any = x * 2
+        a = np.zeros(3)
+        y.n, y.count, y.src, y.items, y.views = n, (x > 4).sum().item(), x, [y, "a"], (a, a[1:])
+        return y
+
+    run, found = wrap(step), []
+    for n in (4 if changed else 3, 5, 6):
+        x = inputs(device) + n
+        y = run(x, n)
+        y.views[0][1] = n
+        found += [y, y.n, y.count, y.src is x, y.items[0] is y, y.views[1].tolist()]
+    return found

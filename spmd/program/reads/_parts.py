@@ -69,9 +69,10 @@ def nested(value: Any) -> Iterator[Any]:
 
 
 def with_tuple_items(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, and those inside tuples among them."""
+    """The values, those inside tuples among them, and the arrays whose memory arrays among them show."""
     for value in values:
-        yield from (value, *(with_tuple_items(value) if isinstance(value, tuple) else ()))
+        inside = with_tuple_items(value) if isinstance(value, tuple) else memory_owners(value) if type(value) is np.ndarray else ()
+        yield from (value, *inside)
 
 
 def parts_of(value: Any, recording: PlacesRead) -> list[Any]:

@@ -97,6 +97,16 @@ class Gradients:
         self._accumulators = AccumulatorHooks(self._leaves)
         self.left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaf tensors, including those that require no gradient."""
+        return [*self._leaves, *self._frozen]
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The gradients from before the trace."""
+        return [g for g in self._kept if g is not None]
+
     def __enter__(self) -> Gradients:
         return self
 

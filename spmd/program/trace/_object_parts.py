@@ -25,6 +25,7 @@ from spmd.base._torch import pytree
 from spmd.program.find._objects import is_object
 from spmd.program.find._static import attributes_of, is_python_class, slots_of
 from spmd.program.reads import Pending, Varying, code_of, is_library
+from spmd.program.trace._array_parts import array_parts
 
 # A constructor of the empty object, or None if it can only be created with its parts; (empty object or None, parts) -> object; the parts.
 ObjectParts = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
@@ -67,9 +68,9 @@ def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
         return None, lambda _, parts: frozenset(parts), list(value)
     if cls is collections.defaultdict:
         return _object_parts(value, cls)
-    if cls is np.ndarray and (array := cast(Any, value)).dtype == object:
-        return functools.partial(np.empty_like, array), _fill_array, list(map(array.__getitem__, np.ndindex(array.shape)))
-    if cls is bytearray or cls is np.ndarray:
+    if cls is np.ndarray:
+        return array_parts(cast(Any, value))
+    if cls is bytearray:
         return (lambda: copy.copy(value)), (lambda made, parts: made), ()
     if cls in (types.FunctionType, types.CellType, types.MethodType, functools.partial, staticmethod, classmethod, property):
         return _code_parts(value, cls)
@@ -148,11 +149,6 @@ def existing_within(values: Iterable[Any], is_before: Callable[[Any], bool]) -> 
 
 def _fill_dict(made: dict[Any, Any], parts: list[Any]) -> None:
     made.update(zip(parts[::2], parts[1::2], strict=True))
-
-
-def _fill_array(made: Any, parts: list[Any]) -> None:
-    for place, part in zip(np.ndindex(made.shape), parts, strict=True):
-        made[place] = part
 
 
 def _pairs(value: dict[Any, Any]) -> list[Any]:

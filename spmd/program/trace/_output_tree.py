@@ -2,7 +2,7 @@
 
 Every call creates the containers, objects and functions that the trace created, with the same identities: one list under two names stays
 one list. Objects from before the trace are used as they are, and placeholders of arguments become the caller's objects. Tensors
-are leaves; `_results` handles them.
+are leaves; `_results` handles them. Their attributes are taken apart like what containers hold.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 
 from spmd.device._numbers import in_python
 from spmd.program.reads import ABSENT, PLAIN, NumbersNeeded, Pending, Varying
+from spmd.program.trace._array_parts import SharedMemory
 from spmd.program.trace._object_parts import ObjectParts, copied_parts, holds_varying, is_proxy, parts_of
 from spmd.program.trace._one_call import OneCall, is_made_class, title_of, title_of_uncopied
+from spmd.program.trace._result_attributes import GradientOf, attribute_parts, gradient_parts
 
 
 class Node(NamedTuple):
-    """One container or object.
+    """One container or object, or the attributes of a tensor.
 
     Attributes:
         blank: creates it empty; None if it can only be created with its parts.
@@ -54,7 +56,7 @@ class OutputTree:
         self.one_call = OneCall()
         self.shared: list[Any] = []
         self.pending: list[Pending] = []
-        self._is_before, self._is_stacked = is_before, is_stacked
+        self._is_before, self._is_stacked, self._memory = is_before, is_stacked, SharedMemory(is_before)
         self._numbers: dict[int, Any] = {}  # by id of its node
         self._refs: dict[int, int] = {}
         self._kept: list[Any] = []
@@ -73,7 +75,9 @@ class OutputTree:
         Raises:
             NumbersNeeded: it contains numbers that vary, and no call can create an object of its kind.
         """
-        if not is_proxy(value) and isinstance(value, (*PLAIN, torch.Tensor, Varying)) and not isinstance(value, slice):
+        if not is_proxy(value) and isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if not is_proxy(value) and isinstance(value, (*PLAIN, Varying, GradientOf)) and not isinstance(value, slice):
             return self._leaf(value)
         number: Any = value if type(value) in (torch.SymFloat, torch.SymBool) else None
         if number is not None:
@@ -89,6 +93,8 @@ class OutputTree:
             return ref
         self.pending += [value] if type(value) is Pending else []
         is_before = not is_new and self._is_before(value)
+        if not is_before:
+            self._memory.note(value)
         found = None if is_before else parts_of(value)
         if not is_before and is_made_class(cls := type(value)) and not self._is_before(cls):
             self.take(cls)
@@ -102,20 +108,43 @@ class OutputTree:
             return ref
         return self._node(value, found)
 
+    def take_gradient(self, leaf: torch.Tensor) -> None:
+        """Take the attributes of the gradient of `leaf` apart, if the trace made it."""
+        found = None if leaf.grad is None or self._is_before(leaf.grad) else gradient_parts(leaf)
+        if found is not None:
+            self._add(found)
+
+    def _tensor(self, value: torch.Tensor) -> int:
+        if id(value) in self._refs:
+            return self._refs[id(value)]
+        ref = self._refs[id(value)] = self._leaf(value)
+        found = None if self._is_before(value) else attribute_parts(value)
+        if found is not None:
+            self._add(found)
+        return ref
+
     def _node(self, value: Any, found: ObjectParts) -> int:
+        self._refs[id(value)] = ~len(self.nodes)
+        self._add(found)
+        return self._refs[id(value)]
+
+    def _add(self, found: ObjectParts) -> None:
         blank, fill, parts = found
         number = len(self.nodes)
-        self._refs[id(value)] = ~number
         self.nodes.append(Node(blank, fill, ()))
         self.nodes[number] = Node(blank, fill, tuple(map(self.take, parts)))
         self._whole.append(number)
-        return ~number
 
     def _of_one_call(self, title: str | None, value: Any) -> ObjectParts | None:
         return None if title is None else (self.one_call.giving(value, title), lambda made, parts: made, ())
 
     def ordered(self, refs: Sequence[int]) -> tuple[list[Node], list[int]]:
-        """The nodes, each after its parts (a dict hashes its keys when it is filled), and `refs` renumbered for this order."""
+        """The nodes, each after its parts (a dict hashes its keys when it is filled), and `refs` renumbered for this order.
+
+        Raises:
+            TraceError: an object shares memory with another one, and no call can create it so.
+        """
+        self._memory.require_shown()
         place = {number: i for i, number in enumerate(self._whole)}
 
         def moved(ref: int) -> int:

@@ -25,6 +25,7 @@ from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
 from spmd.program.trace._arguments import of_caller
 from spmd.program.trace._object_parts import RUNNING
+from spmd.program.trace._result_attributes import GradientOf
 from spmd.program.trace._window import PLAIN_KIND, Kind, Window, leaves_whole
 
 OUTPUTS = ("array", "number", "copy")  # the kinds of leaves that are outputs of the program
@@ -39,17 +40,19 @@ class Leaf:
             output, copied to a CPU tensor), "same" (a tensor from before the trace,
             returned itself), "alias" (a new alias of such a tensor), "argument" (the caller's tensor or object), "container" (the
             caller's container), "part" (a view of an argument), "held" (the value of a Python variable at the start of the call),
-            "again" (an earlier leaf), "computed" (a number that the host computes), "view" (of another leaf), "static" (any other
-            value, as the trace returned it).
+            "again" (an earlier leaf), "gradient" (that a call leaves on `owner`), "computed" (a number that the host computes),
+            "view" (of another leaf), "static" (any other value, as the trace returned it).
         value: by kind: the tensor or static value; "array", "copy": its Kind; "number": its class; "argument": the position; "container":
             the path; "held": the position in `TraceState.held`; "again": the number of the leaf; "computed": the function that
             computes it; "part" and "view": the position or number, and the Window.
-        owner: for an array that a call also stores as a gradient, the tensor of this gradient, or its position as an argument.
+        owner: for a gradient, and an array that a call also stores as one, the tensor that has it, or its position as an argument.
+        alias_kind: for an alias its Kind.
     """
 
     kind: str
     value: Any = None
     owner: Any = None
+    alias_kind: Kind = PLAIN_KIND
 
 
 @dataclass
@@ -131,7 +134,9 @@ class Results:
                 return Leaf("array", Kind.of(value))
             if buffer in self.arguments:
                 return Leaf("part", (self.arguments[buffer], Window.of(value)))
-            return Leaf("same", value) if is_known else Leaf("alias", value.detach())
+            return Leaf("same", value) if is_known else Leaf("alias", value.detach(), alias_kind=Kind.of(value))
+        if isinstance(value, GradientOf):
+            return Leaf("gradient", owner=self.owned.get(id(value.leaf), value.leaf))
         if id(value) in self.stand_ins:
             return Leaf("computed", self.stand_ins[id(value)][1])
         if isinstance(value, Varying):
@@ -206,6 +211,8 @@ def made(
             flat.append(leaf.value(number.item()) if number.ndim == 0 else list(map(leaf.value, number.tolist())))
         elif leaf.kind == "argument":
             flat.append(arguments[leaf.value])
+        elif leaf.kind == "gradient":
+            flat.append(_grad_of(leaf.owner, arguments))
         elif leaf.kind == "held":
             flat.append(held[leaf.value])
         elif leaf.kind == "computed":
@@ -213,7 +220,7 @@ def made(
         elif leaf.kind == "container":
             flat.append(of_caller(leaf.value, given))
         elif leaf.kind == "alias":
-            flat.append(leaf.value.detach())
+            flat.append(leaf.alias_kind.made_of(leaf.value.detach()))
         elif leaf.kind == "part":
             position, window = leaf.value
             flat.append(window.part_of(arguments[position]))

@@ -29,6 +29,7 @@ from spmd.patches._printed_tensors import printing_refused_by_name
 from spmd.patches._running_averages import counting_on_device, replaced_counts
 from spmd.program.find._discover import Reachable
 from spmd.program.find._objects import ITEMS, contents_of
+from spmd.program.find._static import attributes_of
 from spmd.program.flow._remat import barrier_on_recompute
 from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import drop_unused_state, traceable
@@ -341,6 +342,8 @@ class Trace:
         for content in contents:
             taken.take(content.get(ITEMS), is_new=True)
         refs += [taken.take(content, is_new=True) for content in contents]
+        for leaf in self.torch_state.gradients.leaves if self.options.keep_grads else ():
+            taken.take_gradient(leaf)
         if is_stacked and taken.pending:
             raise taken.pending[0].needed("value of each step (with steps_per_call)")
         self.one_call = taken.one_call
@@ -368,8 +371,15 @@ class Trace:
 
     def slots(self) -> dict[Buffer, torch.Tensor]:
         """The gradients that each call takes from the leaf tensors, by the gradient's buffer in the trace."""
-        fixed = {*map(buffer_of, self.found.device_tensors()), *self.arguments.buffers}
-        return self.torch_state.gradients.slots(self.recorder.touched.__contains__, fixed)
+        gradients = self.torch_state.gradients
+        with_attributes = [g for g in gradients.kept if id(attributes_of(g)) in self._attributes_used]
+        fixed = {*map(buffer_of, (*self.found.device_tensors(), *with_attributes)), *self.arguments.buffers}
+        return gradients.slots(self.recorder.touched.__contains__, fixed)
+
+    @cached_property
+    def _attributes_used(self) -> set[int]:
+        """Ids of the attribute dicts that the function read or wrote."""
+        return {id(place.holder) for place in self.reads.places.values()} | {id(effect.holder) for effect in self.left.effects}
 
     def guards(self, replaced: Replacements) -> Guards:
         """Guards on everything that the trace assumed, in the order of evaluation."""

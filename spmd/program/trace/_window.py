@@ -14,9 +14,9 @@ from numpy.lib.stride_tricks import as_strided
 from spmd.base._convert import to_torch_dtype
 from spmd.device._storage import Buffer
 from spmd.device._views import contiguous_stride
-from spmd.program.find._static import attributes_of
 from spmd.program.trace._arguments import own_storage
 from spmd.program.trace._memory_order import memory_order
+from spmd.program.trace._result_attributes import constants_of
 
 _MAX_MARKED = 1 << 24  # elements of a storage up to which overlaps of views are found by marking the elements of each
 
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     Attributes:
         cls: its class.
         requires_grad: it is a leaf that requires a gradient. A computed result has no graph after a call.
-        attributes: its Python attributes.
+        attributes: its Python attributes, if all are constants (see `_result_attributes`).
         is_of_other_mode: whether it was made in inference mode while the call is not in it, or the reverse.
     """
 
@@ -39,8 +39,8 @@ class Kind(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> Kind:
         """The kind of a device tensor."""
-        is_leaf, attributes = tensor.requires_grad and tensor.grad_fn is None, dict(attributes_of(tensor) or ())
-        kind = Kind(type(tensor), is_leaf, attributes, _is_of_other_mode(tensor))
+        is_leaf = tensor.requires_grad and tensor.grad_fn is None
+        kind = Kind(type(tensor), is_leaf, constants_of(tensor), _is_of_other_mode(tensor))
         return PLAIN_KIND if kind == PLAIN_KIND else kind
 
     @staticmethod
@@ -56,8 +56,7 @@ class Kind(NamedTuple):
     @staticmethod
     def of_copy(copy: torch.Tensor) -> Kind:
         """The kind of the CPU tensor that a copy to the host becomes."""
-        attributes = dict(attributes_of(copy) or ())
-        return Kind(copy.__class__, copy.requires_grad and copy.grad_fn is None, attributes, _is_of_other_mode(copy))
+        return Kind(copy.__class__, copy.requires_grad and copy.grad_fn is None, constants_of(copy), _is_of_other_mode(copy))
 
     def made_by(self, make: Callable[[Any], torch.Tensor], value: Any) -> torch.Tensor:
         """`make(value)`, a new tensor, as a tensor of this kind."""
