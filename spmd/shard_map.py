@@ -25,6 +25,7 @@ from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, called_at, message
 from spmd.base._jax import eval_jaxpr, is_tracing
+from spmd.base._jax_varying import axes_of_outputs
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
 from spmd.program.trace._part import Part
@@ -32,7 +33,7 @@ from spmd.sharding._annotate import as_mesh
 from spmd.sharding._tensor import become_sharded
 
 
-def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[..., Any]:
     """Turn `fn`, a function of shards, into a function of global tensors that runs on every device with that device's shards.
 
     Args:
@@ -41,12 +42,15 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) 
         in_specs: one spec per argument.
         out_specs: the spec of the result, or a tuple or list of specs if `fn` returns several values. Along mesh axes that a spec
             does not name, the result must be equal on all devices.
+        check_vma: check that. A result counts as equal along an axis if no argument split over it reaches the result except through
+            `all_reduce` or `all_gather` over it. False: the caller vouches for it, e.g. for a sum that `permute` passes around a ring.
 
     Returns:
         A differentiable function of device tensors, whose results are sharded by `out_specs`.
 
     Raises:
-        SpecError: a spec does not fit the mesh; when called: the axes of a dim do not divide it.
+        SpecError: a spec does not fit the mesh; when called: the axes of a dim do not divide it, a result has fewer dims than its
+            spec, or it varies along an axis that its spec does not name.
         SpmdError: when called: the number of arguments or results differs from the specs, or `fn` uses a tensor that is not an
             argument.
     """
@@ -56,7 +60,7 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) 
     many = is_many and not isinstance(out_specs, PartitionSpec | jax.sharding.PartitionSpec) and not _is_one_spec(out_specs, mesh)
     listed: tuple[Any, ...] = tuple(out_specs)
     outputs = tuple(ShardingSpec(mesh, spec) for spec in listed) if many else (ShardingSpec(mesh, out_specs),)
-    region = _Region(fn, mesh, inputs, outputs)
+    region = _Region(fn, mesh, inputs, outputs, check_vma)
 
     @functools.wraps(fn)
     def mapped(*args: torch.Tensor) -> Any:
@@ -77,8 +81,15 @@ def _is_one_spec(out_specs: Any, mesh: Mesh) -> bool:
 class _Region:
     """One function mapped by `shard_map`."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, inputs: tuple[ShardingSpec, ...], outputs: tuple[ShardingSpec, ...]) -> None:
-        self.fn, self.mesh, self.inputs, self.outputs = fn, mesh, inputs, outputs
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        inputs: tuple[ShardingSpec, ...],
+        outputs: tuple[ShardingSpec, ...],
+        check_vma: bool,
+    ) -> None:
+        self.fn, self.mesh, self.inputs, self.outputs, self.check_vma = fn, mesh, inputs, outputs, check_vma
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.compiled: dict[Any, Callable[..., Any]] = {}
 
@@ -140,6 +151,14 @@ class _Region:
 
     def _on_shards(self, *shards: Any) -> tuple[Any, ...]:
         """Run `fn` on tracers for one device's shards. jax calls it once per trace."""
+        closed = jax.make_jaxpr(self._traced)(*shards)
+        if self.check_vma:
+            given = [_named_axes(sharding) for sharding in self.inputs]
+            for number, varying in enumerate(axes_of_outputs(closed, given)):
+                self._require_equal(number, varying)
+        return tuple(eval_jaxpr(closed.jaxpr, closed.consts, *shards))
+
+    def _traced(self, *shards: Any) -> tuple[Any, ...]:
         inside = _Inside(self.name, tuple(map(str, self.mesh.axis_names)))
         token, num_flags = recording.set(inside), len(inside.finite)
         try:
@@ -156,6 +175,37 @@ class _Region:
         if len(flat) != len(self.outputs) or not all(is_device_tensor(t) for t in flat):
             what = f"{self.name} returns {len(flat)} value{'s' * (len(flat) != 1)}, but out_specs has {len(self.outputs)} spec(s)"
             raise SpmdError(message(what, f"values: {', '.join(type(t).__name__ for t in flat)}", fix="return one device tensor per spec"))
+        for number, (tensor, sharding) in enumerate(zip(flat, self.outputs, strict=True)):
+            spec = tuple(sharding.partition_spec)
+            if tensor.dim() < len(spec):
+                what = f"result {number} of {self.name} has {tensor.dim()} dims, but its out_spec {spec} has {len(spec)} entries"
+                shape = f"the result has shape {tuple(tensor.shape)} on each device"
+                fix = f"out_specs={(None,) * tensor.dim()}, or return a tensor with {len(spec)} dims"
+                raise SpecError(message(what, shape, *called_at(), fix=fix))
+
+    def _require_equal(self, number: int, varying: frozenset[str]) -> None:
+        """Check that a result is equal on all devices along the axes that its spec does not name."""
+        spec, sizes = self.outputs[number], self.mesh.to_jax().shape
+        left_out = varying - _named_axes(spec)
+        axes = tuple(axis for axis in self.mesh.axis_names if axis in left_out and sizes[axis] > 1)
+        if not axes:
+            return
+        of = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
+        equal = f'spmd.collectives.all_reduce(result, "sum", {(axes[0] if len(axes) == 1 else axes)!r})'
+        raise SpecError(
+            message(
+                f"result {number} of {self.name} may differ between devices along {of}, which its out_spec does not name",
+                f"out_spec {tuple(spec.partition_spec)}: along other axes the result must be equal on all devices",
+                *called_at(),
+                fix=f"{equal}, or name the axis in out_specs; check_vma=False if the values are equal",
+            )
+        )
+
+
+def _named_axes(sharding: ShardingSpec) -> frozenset[str]:
+    """The mesh axes in a spec."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in tuple(sharding.partition_spec.to_jax()))
+    return frozenset(axis for entry in entries for axis in entry if axis is not None)
 
 
 class _Mapped(torch.autograd.Function):

@@ -215,6 +215,62 @@ def test_what_has_no_meaning_per_device_is_refused(case: str, mesh_4x2: mesh.Mes
     assert text in str(raised.value) and "fix: " in str(raised.value)
 
 
+def ring_sum(x: torch.Tensor) -> torch.Tensor:
+    total = x
+    for _ in range(3):
+        x = permute(x, ROTATE, D)
+        total = total + x
+    return total
+
+
+# function, out_spec, axes along which it differs
+DIFFERENT: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, str]] = {
+    "a sum of shards": (lambda x: x.sum(), (), "axis 'data'"),
+    "a branch": (lambda x: torch.cond(x.sum() > 0, torch.ones_like, torch.zeros_like, (x,)), (None, None), "axis 'data'"),
+    "a loop": (count_down, (None, None), "axis 'data'"),
+    "a scan": (lambda x: spmd.scan(lambda total, row: (total + row, total), torch.zeros_like(x[0]), x)[0], (None,), "axis 'data'"),
+    "a reduction over another axis": (lambda x: all_reduce(x, "sum", M), (None, None), "axis 'data'"),
+    "an index": (lambda x: all_reduce(x, "sum", D) + axis_index((D, M)), (None, None), "axes 'data', 'model'"),
+    "shards passed around": (ring_sum, (None, None), "axis 'data'"),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "with gradients"])
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_result_that_differs_along_an_axis_left_out_is_refused(case: str, how: str, mesh_4x2: mesh.Mesh) -> None:
+    fn, out_spec, axes = DIFFERENT[case]
+    mapped = spmd.shard_map(fn, mesh_4x2, ((D, None),), out_spec)
+    x = batch(8, 8).to("jax").requires_grad_(how == "with gradients")
+    with pytest.raises(mesh.SpecError) as raised:
+        (spmd.compile(lambda x: mapped(x)) if how == "compiled" else mapped)(x)
+    assert f"may differ between devices along {axes}, which its out_spec does not name" in str(raised.value)
+    assert "fix: spmd.collectives.all_reduce(result, " in str(raised.value) and "test_shard_map.py" in str(raised.value)
+
+
+def test_a_result_that_the_caller_vouches_for_is_not_checked(mesh_4x2: mesh.Mesh) -> None:
+    x = batch(8, 8)
+    mapped = spmd.shard_map(ring_sum, mesh_4x2, ((D, None),), (None, None), check_vma=False)
+    torch.testing.assert_close(mapped(x.to("jax")).cpu(), sum(x.chunk(4)))
+
+
+def test_results_that_collectives_made_equal_pass_control_flow(mesh_4x2: mesh.Mesh) -> None:
+    def equal(x: torch.Tensor) -> torch.Tensor:
+        total = all_reduce(x, "sum", D)
+        return F.relu(torch.cond(total.sum() > 0, lambda t: t * 2, lambda t: t - 1, (count_down(total),)))
+
+    x = batch(8, 8)
+    total = sum(x.chunk(4)) * 8
+    want = F.relu(total * 2 if total.sum() > 0 else total - 1)
+    torch.testing.assert_close(spmd.shard_map(equal, mesh_4x2, ((D, None),), (None, None))(x.to("jax")).cpu(), want)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_result_with_fewer_dims_than_its_spec_is_refused(compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    mapped = spmd.shard_map(lambda x: x.sum(), mesh_4x2, ((D, None),), (D, None))
+    with pytest.raises(mesh.SpecError, match=r"has 0 dims, but its out_spec \('data', None\) has 2 entries(?s:.*)fix: out_specs=\(\), or"):
+        (spmd.compile(lambda x: mapped(x)) if compiled else mapped)(batch(8, 8).to("jax"))
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("reduce_op", ["max", "min"])
 def test_gradient_of_extremes_goes_to_the_members_that_have_them(reduce_op: str, compiled: bool, mesh_4x2: mesh.Mesh) -> None:
