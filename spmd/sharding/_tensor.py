@@ -25,6 +25,7 @@ from spmd.device._storage import buffer_of, is_whole, load, recording
 from spmd.sharding._local_shards import load_shards
 from spmd.sharding._shard import XLAShard
 
+_DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 
 
@@ -129,6 +130,17 @@ class XLAShardedTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _GRAD.__delete__(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Memory of the same shape that is assigned to `data` gets the tensor's layout if it has none.
+
+        Memory that is part of other memory has no layout of its own, so the tensor gets a copy. A property `data` would do the same, but
+        Dynamo could not read it.
+        """
+        if name == "data":
+            _set_data(self, value)
+        else:
+            super().__setattr__(name, value)
 
     def __copy__(self) -> XLAShardedTensor:
         return become_sharded(copy.copy(self.global_tensor))
@@ -240,6 +252,27 @@ def _laid_out_like(grad: torch.Tensor, annotation: ShardingSpec | None) -> torch
         return grad
     buffer.annotate(annotation)
     return become_sharded(grad)
+
+
+def _set_data(tensor: torch.Tensor, value: Any) -> None:
+    """`tensor.data = value`. In a traced function the tensor gets its old memory, with its layout, back when the trace ends."""
+    keeps = (
+        isinstance(value, torch.Tensor)
+        and tensor.device.type == value.device.type == "jax"
+        and tensor.shape == value.shape
+        and recording.get() is None
+        and buffer_of(tensor) is not buffer_of(value)
+        and buffer_of(tensor).annotation is not None
+    )
+    if not keeps:
+        _DATA.__set__(tensor, value)
+        return
+    with torch.no_grad():
+        old = tensor.detach()
+        held = buffer_of(value)
+        is_part = value.shape != held.shape or not value.is_contiguous() or value.storage_offset()
+        _DATA.__set__(tensor, value.clone(memory_format=torch.contiguous_format) if is_part else value)
+    hand_over(old, tensor)
 
 
 def become_sharded(tensor: torch.Tensor) -> XLAShardedTensor:

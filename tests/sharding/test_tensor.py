@@ -234,3 +234,62 @@ def test_a_tensor_of_ones_own_class_keeps_it_when_it_is_marked(mesh_4x2: mesh.Me
     image = spmd.mark_sharding(batch(8, 4).to("jax").as_subclass(Image), mesh_4x2, ("data", None))
     assert type(image) is Image and image.brightest().item() == batch(8, 4).amax().item()
     assert type(spmd.clear_sharding(image)) is Image
+
+
+def marked_linear(grid: mesh.Mesh) -> nn.Linear:
+    linear = nn.Linear(8, 8).to("jax")
+    spmd.mark_sharding(linear.weight, grid, ("data", "model"))
+    return linear
+
+
+def double_data(linear: nn.Linear) -> None:
+    for p in linear.parameters():
+        p.data = p.data * 2
+
+
+def double_as_vector(linear: nn.Linear) -> None:
+    with torch.no_grad():
+        vector = nn.utils.parameters_to_vector(linear.parameters())
+        nn.utils.vector_to_parameters(vector * 2, linear.parameters())
+
+
+def double_on_one_device(linear: nn.Linear) -> None:
+    linear.weight.data = (linear.weight.detach().cpu() * 2).to("jax")
+
+
+ASSIGNMENTS = [
+    (double_data, False),
+    (double_data, True),
+    (double_as_vector, False),
+    (double_as_vector, True),
+    (double_on_one_device, False),
+]
+
+
+@pytest.mark.parametrize(("assign", "compiled"), ASSIGNMENTS)
+def test_assigned_data_gets_the_layout_of_its_parameter(assign: Any, compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    linear = marked_linear(mesh_4x2)
+    parameter, before = linear.weight, linear.weight.detach().cpu()
+    (spmd.compile(lambda: assign(linear)) if compiled else lambda: assign(linear))()
+    assert linear.weight is parameter and isinstance(parameter, spmd.XLAShardedTensor) and isinstance(parameter, nn.Parameter)
+    assert tuple(parameter.partition_spec) == ("data", "model")
+    assert array_of(parameter).sharding.shard_shape((8, 8)) == (2, 4)
+    assert torch.equal(parameter.detach().cpu(), before * 2)
+
+
+def test_assigned_data_with_a_layout_or_another_shape_keeps_its_own(mesh_4x2: mesh.Mesh) -> None:
+    weight = marked_linear(mesh_4x2).weight
+    weight.data = spmd.mark_sharding(batch(8, 8).to("jax"), mesh_4x2, ("model", None))
+    assert tuple(weight.partition_spec) == ("model", None)
+    weight.data = batch(4, 8).to("jax")
+    assert weight.partition_spec is None and weight.shape == (4, 8)
+
+
+def test_assigned_data_that_is_whole_is_shared(mesh_4x2: mesh.Mesh) -> None:
+    weight, kept = marked_linear(mesh_4x2).weight, batch(8, 8).to("jax")
+    before = weight.data
+    weight.data = kept
+    kept.mul_(2)
+    assert torch.equal(weight.detach().cpu(), batch(8, 8) * 2)
+    weight.data = before
+    assert tuple(weight.partition_spec) == ("data", "model") and not torch.equal(weight.detach().cpu(), kept.cpu())
