@@ -22,6 +22,7 @@
     |   +-- DeviceSlotError (RuntimeError)             another package already owns PyTorch's PrivateUse1 device
     |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not match
     |   +-- NotPickled (PicklingError)                 a compiled function that another process cannot import
+    |   +-- NoProgramFile (FileNotFoundError)          a file of compiled programs does not exist
     |   +-- UsageError                                 an invalid command line; reported in one line
     |   +-- GroupError (RuntimeError)                  a process group that does not exist in a single-process program
     |   +-- RecipeError (ValueError)                   a recipe is invalid
@@ -163,6 +164,15 @@ def nothing_swallowed() -> Generator[None]:
         noted.reset(token)
     if raised:
         raise raised[0]
+
+
+def shown(value: object) -> str:
+    """A value of a wrong type in an error: "3", "'w'", "a Tensor", "the module Linear", "the class Linear"."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, torch.nn.Module):
+        return f"the module {type(value).__name__}"
+    return repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 
 def user_line() -> str:

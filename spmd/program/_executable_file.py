@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mesh.job._join import job, program_environment
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax_executables import Written, device_ids, is_in_order_when_read, packed_call, written
 from spmd.base._program_files import machine_name
 from spmd.program.xla._cached_executables import CachedExecutable
@@ -35,6 +35,11 @@ from spmd.program.xla._digest import code_digest
 
 if TYPE_CHECKING:
     from spmd.program._program import Program
+
+
+class NoProgramFile(SpmdError, FileNotFoundError):
+    """A file of executables does not exist."""
+
 
 _FORMAT = "spmd executables 1"
 
@@ -85,9 +90,15 @@ def load_executables(path: Path, name: str, client: Any) -> dict[str, CachedExec
     Raises:
         SpmdError: the file is invalid or damaged, is of another function, or was saved by other versions or for other devices; or this
             process is part of a job.
-        FileNotFoundError: the file does not exist.
+        NoProgramFile: the file does not exist; also a FileNotFoundError.
     """
     _refuse_in_job(name, "loaded")
+    if path.is_dir():
+        raise _invalid(path, "it is a folder")
+    if not path.exists():
+        what = f"{name}.load({str(path)!r}): no such file"
+        fix = f"{name}.save({str(path)!r}) first, in a process that has run it"
+        raise NoProgramFile(message(what, *called_at(), fix=fix))
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read("manifest.json"))
@@ -95,7 +106,7 @@ def load_executables(path: Path, name: str, client: Any) -> dict[str, CachedExec
                 raise _invalid(path, f"its format is {manifest.get('format') if isinstance(manifest, dict) else None!r}")
             _require_match(path, name, manifest, _requirements(client))
             found = {item["digest"]: _executable(path, archive, item) for item in manifest["programs"]}
-    except (SpmdError, FileNotFoundError, PermissionError, IsADirectoryError):
+    except (SpmdError, PermissionError):
         raise
     except Exception as error:  # zipfile, zlib and json raise a dozen exception classes for damaged bytes
         raise _invalid(path, f"{type(error).__name__}: {error}") from error
@@ -166,4 +177,4 @@ def _invalid(path: Path, why: str) -> SpmdError:
     return SpmdError(message(f"{path} is not a complete file of programs", why, fix="save it again: step.save(path)"))
 
 
-__all__ = ["load_executables", "save_executables"]
+__all__ = ["NoProgramFile", "load_executables", "save_executables"]

@@ -165,7 +165,7 @@ class Step(CopiedStep, Generic[P, R]):
 
         Raises:
             SpmdError: the file is invalid, damaged, or for another function, version or device; or this process is part of a job.
-            FileNotFoundError: the file does not exist.
+            NoProgramFile: the file does not exist; also a FileNotFoundError.
         """
         found = load_executables(Path(path), self._name, client())
         with trace_lock:

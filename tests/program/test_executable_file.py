@@ -230,8 +230,11 @@ def test_what_is_no_whole_file_is_refused_before_anything_of_it_is_read(tmp_path
         rewritten(file, change)
         with pytest.raises(spmd.SpmdError, match="is not a complete file of programs"):
             step.load(file)
-    with pytest.raises(FileNotFoundError):
-        step.load(tmp_path / "nothing")
+    for kind in (FileNotFoundError, spmd.SpmdError):
+        with pytest.raises(kind, match=r"load\('.*/nothing'\): no such file(?s:.*)fix: .*save\('.*/nothing'\) first"):
+            step.load(tmp_path / "nothing")
+    with pytest.raises(spmd.SpmdError, match="is not a complete file of programs\n  it is a folder\n  fix: save it again"):
+        step.load(tmp_path)
 
 
 def test_a_step_without_a_program_has_nothing_to_save(tmp_path: Path) -> None:
