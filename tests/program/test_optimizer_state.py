@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import mesh
 import spmd
-from tests.oracle import assert_same, descend
+from tests.oracle import assert_same, batch, descend
 
 Edit = Callable[[Any, list[nn.Parameter]], None]
 
@@ -498,3 +499,61 @@ def test_parameters_without_a_gradient_have_no_state_as_on_the_cpu(make: Any) ->
         return seen
 
     assert_same(run("jax", spmd.compile), run("cpu", lambda fn: fn))
+
+
+@pytest.mark.multidevice(num=8)
+def test_state_follows_a_parameter_that_is_marked_again(mesh_4x2: mesh.Mesh) -> None:
+    host, layer = nn.Linear(8, 6), nn.Linear(8, 6)
+    layer.load_state_dict(host.state_dict())
+    layer.to("jax")
+    optimizers = [torch.optim.AdamW(module.parameters()) for module in (host, layer)]
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = spmd.compile(lambda x: step(layer, optimizers[1], x))
+    x = batch(8, 8)
+    on_device = spmd.mark_sharding(x.to("jax"), mesh_4x2, ("data", None))
+    for spec in (("model", None), ("model", None), (None, "data"), ("data", "model"), None, None, ("model", None)):  # 6 rows over 4: padded
+        if spec is None:
+            spmd.clear_sharding(layer.weight)
+        else:
+            spmd.mark_sharding(layer.weight, mesh_4x2, spec)
+        assert_same(compiled(on_device), step(host, optimizers[0], x))
+        state = optimizers[1].state[layer.weight]
+        for value in (state["exp_avg"], state["exp_avg_sq"]):
+            assert tuple(spmd.XLAShardedTensor(value).partition_spec) == (spec or (None, None))
+        assert_same(layer.weight.detach(), host.weight.detach())
+
+
+@pytest.mark.multidevice(num=8)
+def test_state_that_was_marked_itself_keeps_its_mark(mesh_4x2: mesh.Mesh) -> None:
+    layer = nn.Linear(8, 8).to("jax")
+    spmd.mark_sharding(layer.weight, mesh_4x2, ("data", None))
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+
+    x = spmd.mark_sharding(batch(8, 8).to("jax"), mesh_4x2, ("data", None))
+    step(x)
+    momentum = optimizer.state[layer.weight]["momentum_buffer"]
+    spmd.mark_sharding(momentum, mesh_4x2, (None, "model"))
+    spmd.mark_sharding(layer.weight, mesh_4x2, ("model", None))
+    step(x)
+    assert tuple(momentum.partition_spec) == (None, "model") and tuple(layer.weight.partition_spec) == ("model", None)
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize(("value", "text"), [(torch.zeros(8), "a tensor on cpu that is no parameter"), (3, "3")], ids=["tensor", "number"])
+def test_only_a_parameter_has_state_with_a_sharding(value: Any, text: str, mesh_4x2: mesh.Mesh) -> None:
+    with pytest.raises(spmd.SpmdError, match=f"set_state_sharding takes a parameter, got {text}\n"):
+        spmd.set_state_sharding(value, mesh_4x2, ("data",))
+    assert not getattr(value, "__dict__", {})

@@ -29,6 +29,8 @@ from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
 from spmd.program.reads import recorded
 from spmd.program.xla._jaxpr import constant_outputs, pruned
+from spmd.sharding._annotate import clear_sharding
+from spmd.sharding._tensor import XLAShardedTensor
 
 Groups = list[dict[str, Any]]
 
@@ -177,16 +179,20 @@ def _prepare_sgd(optimizer: torch.optim.SGD) -> None:
 def _lay_out(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Move the counters of one parameter's state to the device, and lay out its tensors by `_state_rules`."""
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.device.type == "cpu":
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
             value = state[key] = from_host(value)
+        if not is_device_tensor(value):
+            continue
         annotation = sharding_of_state(optimizer, parameter, key, value)
-        if annotation is not None:
-            buffer = buffer_of(value)
-            elsewhere = buffer_of(parameter).state_annotation is not None and buffer.annotation != annotation
-            if (buffer.annotation is None or elsewhere) and buffer.shape == tuple(value.shape):
-                buffer.annotate(annotation)
+        buffer = buffer_of(value)
+        if annotation == buffer.annotation or buffer.shape != tuple(value.shape):
+            continue
+        is_marked = isinstance(value, XLAShardedTensor)  # by the user: state that is laid out here stays a plain tensor
+        if annotation is None:
+            if not is_marked and value.shape == parameter.shape:  # the sharding of the parameter was cleared
+                clear_sharding(value)
+        elif not is_marked or buffer.annotation is None or buffer_of(parameter).state_annotation is not None:
+            buffer.annotate(annotation)
 
 
 def equal_counters(optimizers: list[torch.optim.Optimizer], *, are_shared: bool) -> dict[Buffer, Any]:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from mesh import ShardingSpec, SpecLike, as_spec
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.device._arrays import padded
 from spmd.device._layout import annotation_of, state_sharding_of
 from spmd.device._layout import set_state_sharding as _set
-from spmd.device._storage import load
+from spmd.device._storage import is_device_tensor, load
 from spmd.sharding._annotate import as_mesh
 
 StateRule = Callable[[torch.Tensor, str, torch.Tensor], Any]
@@ -65,7 +65,13 @@ def set_state_sharding(parameter: torch.Tensor, mesh: Any, partition_spec: SpecL
 
     Raises:
         SpecError: the spec does not match the rank of the parameter or the axes of the mesh.
+        SpmdError: `parameter` is not a tensor, or is on the host and no `nn.Parameter`: an optimizer never has state for such a tensor.
     """
+    if not is_device_tensor(parameter) and not isinstance(parameter, torch.nn.Parameter):
+        is_tensor = isinstance(parameter, torch.Tensor)  # pyright: ignore[reportUnnecessaryIsInstance]
+        got = f"a tensor on {parameter.device} that is no parameter" if is_tensor else shown(parameter)
+        what = f"set_state_sharding takes a parameter, got {got}"
+        raise SpmdError(message(what, *called_at(), fix="spmd.set_state_sharding(model.up.weight, mesh, spec)"))
     spec = ShardingSpec(as_mesh(mesh), as_spec(partition_spec))
     spec.validate(tuple(parameter.shape), "the optimizer's state")
     _set(parameter, spec)
