@@ -87,7 +87,7 @@ def collect(state: Any) -> Collected:
     """Split a state into plain data and arrays. Reads no values from devices.
 
     Raises:
-        CheckpointError: the state contains a value that a checkpoint cannot store.
+        CheckpointError: the state contains a value that a checkpoint cannot store, or itself.
     """
     found = Collected()
     names = parameter_names(state)
@@ -149,12 +149,17 @@ def parameter_names(state: Any) -> dict[int, str]:
     return names
 
 
-def _modules(state: Any) -> Iterator[torch.nn.Module]:
+def _modules(state: Any, path: str = "", above: tuple[Any, ...] = ()) -> Iterator[torch.nn.Module]:
+    """The modules in a state. `above`: the containers that contain this part of it, at `path`."""
     if isinstance(state, torch.nn.Module):
         yield state
     elif isinstance(state, dict | list | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from _modules(value)
+        if any(state is container for container in above):
+            fix = "save a state without it; of an object with state_dict() and load_state_dict() that state is saved"
+            raise CheckpointError(message(f"the state contains itself: {path} is a {type(state).__name__} that contains it", fix=fix))
+        _tree.require_depth(len(above), path)
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _modules(value, join(path, key), (*above, state))
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

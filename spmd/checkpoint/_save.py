@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import torch
+
 import mesh
-from spmd.base._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, TraceError, called_at, message, shown
+from spmd.base._jax import is_tracing
 from spmd.checkpoint import _files, _manifest, _owner, _tree
 from spmd.checkpoint._collect import Collected, collect
 from spmd.checkpoint._coordination import Gang, current_gang
@@ -33,8 +39,10 @@ from spmd.checkpoint._inventory import MAX_MANIFEST_BYTES, committed, problem_of
 from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
 from spmd.checkpoint._snapshot import HostPiece, Staging, packed, pieces_of
 from spmd.device._checks import raise_failed
+from spmd.device._storage import recording
 
 _WRITERS = 8  # threads, so that some compute checksums while others wait for the disk
+_CALL = "spmd.checkpoint.save(path, step, state)"
 _log = logging.getLogger("spmd.checkpoint")
 # Saves in progress, by root, so that a later save raises the error of an earlier one. Only this module writes to it.
 _pending: dict[Path, Saving] = {}
@@ -86,7 +94,7 @@ def save(
 
     Args:
         path: a folder on a file system of all processes; created if it does not exist.
-        step: number of the step, at least 0.
+        step: number of the step, at least 0: an integer, also one of numpy.
         state: containers of modules, optimizers, schedulers, loaders (anything with state_dict and load_state_dict), tensors,
             arrays, numbers and text. The random streams of host and device are saved with it.
         keep: number of steps to keep, at least 1; older ones are deleted after this one was read back. None keeps all.
@@ -97,12 +105,12 @@ def save(
         The save in progress; with `wait`, finished.
 
     Raises:
-        CheckpointError: the state contains a value that a checkpoint cannot store, or `step` or `keep` is out of range. Also if
-            writing failed or another job saves there: in this save with `wait`, else in the previous save. The message names the
-            step that was not saved.
+        CheckpointError: the state contains a value that a checkpoint cannot store, or itself; or an argument is of a wrong type or out
+            of range. Also if writing failed or another job saves there: in this save with `wait`, else in the previous save. The
+            message names the step that was not saved.
+        TraceError: the call is inside a compiled function.
     """
-    if step < 0 or (keep is not None and keep < 1):
-        raise CheckpointError(message(f"save(step={step}, keep={keep}) is invalid", fix="step must be at least 0, keep at least 1"))
+    step, keep = _checked_arguments(path, step, keep)
     root = Path(os.path.abspath(path))
     if root in _pending:
         _pending[root].wait()
@@ -129,6 +137,28 @@ def save(
     outcome.add_done_callback(writer.report)
     _pending[root] = Saving(root, step, outcome)
     return _pending[root]
+
+
+def _checked_arguments(path: Any, step: Any, keep: Any) -> tuple[int, int | None]:
+    """`step` and `keep` as Python integers."""
+    if recording.get() is not None or is_tracing():
+        why = "the arrays of the state have no values until the program runs"
+        raise TraceError(message("save was called inside a compiled function", why, *called_at(), fix="save after the call: " + _CALL))
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(message(f"save takes the path of a folder first, got {shown(path)}", *called_at(), fix=_CALL))
+    number, kept = _integer("step", step), None if keep is None else _integer("keep", keep)
+    if number < 0 or (kept is not None and kept < 1):
+        raise CheckpointError(message(f"save(step={number}, keep={kept}) is invalid", fix="step must be at least 0, keep at least 1"))
+    return number, kept
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if not isinstance(value, bool | torch.Tensor | jax.Array | np.ndarray):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise CheckpointError(message(f"{name} of save must be an integer, got {shown(value)}", *called_at(), fix=_CALL))
 
 
 def join(path: str | os.PathLike[str] | None = None) -> None:

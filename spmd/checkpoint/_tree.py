@@ -44,16 +44,19 @@ def is_array(value: object) -> bool:
     return isinstance(value, torch.Tensor | jax.Array | np.ndarray | np.generic)
 
 
-def encode(value: Any, add: Callable[[str, Any], Node], path: str = "") -> Node:
+def encode(value: Any, add: Callable[[str, Any], Node], path: str = "", depth: int = 0) -> Node:
     """Convert `value` to a node.
 
     Args:
         add: called with the path and value of an array; returns its node.
         path: path of `value` in the state, for errors.
+        depth: nesting depth of `value`.
 
     Raises:
-        CheckpointError: `value` contains something other than containers, numbers, text, bytes, dtypes, devices and arrays.
+        CheckpointError: `value` contains something other than containers, numbers, text, bytes, dtypes, devices and arrays, or is nested
+            too deeply, as a container that contains itself is.
     """
+    require_depth(depth, path)
     if is_array(value):
         return add(path, value)
     if value is None or isinstance(value, bool | str) or type(value) is int:
@@ -71,9 +74,9 @@ def encode(value: Any, add: Callable[[str, Any], Node], path: str = "") -> Node:
     kind = _CONTAINERS.get(type(value)) or ("tuple" if isinstance(value, tuple) else None)
     if kind is not None:
         items: list[Any] = sorted(value, key=repr) if kind in ("set", "frozenset") else list(value)
-        return {kind: [encode(item, add, f"{path}/{number}") for number, item in enumerate(items)]}
+        return {kind: [encode(item, add, f"{path}/{number}", depth + 1) for number, item in enumerate(items)]}
     if isinstance(value, dict):
-        return {_MAPPINGS.get(type(value), "dict"): [_encode_item(key, item, add, path) for key, item in value.items()]}
+        return {_MAPPINGS.get(type(value), "dict"): [_encode_item(key, item, add, path, depth + 1) for key, item in value.items()]}
     raise CheckpointError(
         message(
             f"{path or 'the state'} cannot be saved: it is of type {type(value).__module__}.{type(value).__qualname__}",
@@ -83,13 +86,20 @@ def encode(value: Any, add: Callable[[str, Any], Node], path: str = "") -> Node:
     )
 
 
-def _encode_item(key: Any, item: Any, add: Callable[[str, Any], Node], path: str) -> Node:
+def require_depth(depth: int, path: str) -> None:
+    """Refuse a part of a state, at `path`, that is nested too deeply to be restored."""
+    if depth > _MAX_DEPTH:
+        what = f"the state is nested more than {_MAX_DEPTH} levels deep at {path[:80]}..."
+        raise CheckpointError(message(what, fix="save a flatter state; a container must not contain itself"))
+
+
+def _encode_item(key: Any, item: Any, add: Callable[[str, Any], Node], path: str, depth: int) -> Node:
     if not isinstance(key, _KEYS):
         raise CheckpointError(
             message(f"{path or 'the state'} has a key of type {type(key).__name__}", fix="use text, numbers or tuples of them as keys")
         )
-    named = key if type(key) is str else encode(key, _refuse_array, path)
-    return [named, encode(item, add, f"{path}/{key}" if path else str(key))]
+    named = key if type(key) is str else encode(key, _refuse_array, path, depth)
+    return [named, encode(item, add, f"{path}/{key}" if path else str(key), depth)]
 
 
 def _refuse_array(path: str, value: Any) -> Node:
@@ -200,4 +210,16 @@ def malformed(what: str) -> CheckpointError:
     return CheckpointError(message("the manifest is malformed", what, fix="restore another step: `spmd ckpt ls PATH` shows them"))
 
 
-__all__ = ["Node", "decode", "dtype_name", "encode", "inline", "integer", "is_array", "kind_of", "malformed", "numpy_dtype"]
+__all__ = [
+    "Node",
+    "decode",
+    "dtype_name",
+    "encode",
+    "inline",
+    "integer",
+    "is_array",
+    "kind_of",
+    "malformed",
+    "numpy_dtype",
+    "require_depth",
+]

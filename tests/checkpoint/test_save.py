@@ -423,3 +423,91 @@ def test_uneven_dims_are_saved_without_padding_and_restored_with_it(before: str,
         if other.state:
             assert torch.equal(other.state[twin.weight]["exp_avg"].cpu(), optimizer.state[model.weight]["exp_avg"].cpu())
         other.step()
+
+
+def test_a_step_may_be_any_integer(tmp_path: Path) -> None:
+    step: Any = np.int64(3)
+    checkpoint.save(tmp_path, step, {"x": 1}, keep=1, wait=True)
+    assert checkpoint.restore(tmp_path).step == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "text"),
+    [
+        (True, {}, "got True"),
+        (np.bool_(True), {}, "got a bool"),
+        (1.0, {}, "got 1.0"),
+        ("1", {}, "got '1'"),
+        (None, {}, "got None"),
+        (torch.tensor(1), {}, "got a Tensor"),
+        (np.array(1), {}, "got a ndarray"),
+        ({"x": 1}, 3, "got a dict"),
+        (torch.nn.Linear(2, 2), 3, "got the module Linear"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_step_that_is_no_integer_is_refused_before_anything_is_written(step: Any, state: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(spmd.CheckpointError) as raised:
+        checkpoint.save(tmp_path / "run", step, state, wait=True)
+    assert f"step of save must be an integer, {text}" in str(raised.value) and "save(path, step, state)" in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_wrong_arguments_of_save_are_refused(tmp_path: Path) -> None:
+    keep: Any = 1.5
+    with pytest.raises(spmd.CheckpointError, match="keep of save must be an integer, got 1.5"):
+        checkpoint.save(tmp_path / "run", 1, {}, keep=keep)
+    path: Any = 1
+    with pytest.raises(spmd.CheckpointError, match="save takes the path of a folder first, got 1\n"):
+        checkpoint.save(path, 1, {})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_save_inside_a_compiled_function_is_refused(tmp_path: Path) -> None:
+    x = torch.ones(4).to("jax")
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        checkpoint.save(tmp_path / "run", 1, {"y": y}, wait=True)
+        return y
+
+    with pytest.raises(spmd.TraceError, match="save was called inside a compiled function(?s:.*)test_save(?s:.*)fix: save after the call"):
+        step(x)
+    assert not (tmp_path / "run").exists()
+    checkpoint.save(tmp_path / "run", 1, {"x": x}, wait=True)
+
+
+def looped(kind: str) -> Any:
+    listed: list[Any] = [1]
+    listed.append({"again": listed} if kind == "dict" else listed)
+    return listed
+
+
+class Loops:
+    def state_dict(self) -> dict[str, Any]:
+        return {"loop": looped("dict")}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"part": looped("list")}, "the state contains itself: part/1 is a list that contains it"),
+        ({"part": looped("dict")}, "the state contains itself: part/1/again is a list that contains it"),
+        ({"part": Loops()}, "nested more than 200 levels deep at part/loop/1/again/1/again"),
+    ],
+    ids=["list", "dict", "object"],
+)
+def test_a_state_that_contains_itself_is_refused(state: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(spmd.CheckpointError, match=text):
+        checkpoint.save(tmp_path / "run", 1, state, wait=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_container_may_occur_twice(tmp_path: Path) -> None:
+    shared = [1, 2]
+    checkpoint.save(tmp_path, 1, {"a": shared, "b": [shared, shared]}, wait=True)
+    assert checkpoint.restore(tmp_path).state == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
