@@ -29,7 +29,7 @@ import torch
 from mesh import Mesh, PartitionSpec, ShardingSpec, as_spec
 from spmd._padded_batches import Padding
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.checkpoint._coordination import Gang, current_gang
 from spmd.checkpoint._rng_state import host_streams, set_host_streams
 from spmd.device._storage import buffer_of, wrap, wrap_host
@@ -75,8 +75,11 @@ def shard_loader(
         An iterable of batches with the structure of the loader's. A checkpoint saves its position.
 
     Raises:
-        SpmdError: an option is invalid. While iterating: batches do not fit the spec, `pad_to` or each other.
+        SpmdError: `loader` is not iterable, or an option is invalid. While iterating: batches do not fit the spec, `pad_to` or each other.
     """
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")) or isinstance(loader, type):
+        what = f"shard_loader takes an iterable of batches, got {shown(loader)}"
+        raise SpmdError(message(what, *called_at(), fix='spmd.shard_loader(DataLoader(dataset, 64), mesh, ("data", None))'))
     if ragged not in ("error", "drop", "pad") or feeds not in ("slice", "batch") or prefetch < 0:
         what = f"shard_loader(ragged={ragged!r}, feeds={feeds!r}, prefetch={prefetch}) has an invalid option"
         raise SpmdError(message(what, fix='ragged is "error", "drop" or "pad", feeds is "slice" or "batch", prefetch is 0 or more'))
@@ -129,7 +132,12 @@ class ShardedLoader:
         return {"epoch": self.epoch, "batch": self.batch, "full": full, "streams": streams, "source": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position: the next `iter()` yields the batches after it."""
+        """Restore a position: the next `iter()` yields the batches after it.
+
+        Raises:
+            SpmdError: `state` is not the state of a loader; the position is unchanged.
+        """
+        _require_position(state)
         self.epoch, self.batch = state["epoch"], state["batch"]
         self._full = None if state["full"] is None else state["full"] // self._feeders
         self._streams, self._source, self._resumes = state["streams"], state["source"], self.batch > 0 or state["source"] is not None
@@ -349,6 +357,24 @@ class ShardedLoader:
         return become_sharded(tensor)
 
 
+def _require_position(state: Any) -> None:
+    """Check that `state` is one that `ShardedLoader.state_dict` returns."""
+    fix = "saved = loader.state_dict(), later loader.load_state_dict(saved)"
+    if not isinstance(state, Mapping):
+        raise SpmdError(message(f"the state of a loader is a dict, got {shown(state)}", *called_at(), fix=fix))
+    names = ("epoch", "batch", "full", "streams", "source")
+    missing = [name for name in names if name not in state]
+    if missing:
+        what = f"the state of a loader lacks {', '.join(map(repr, missing))}"
+        raise SpmdError(message(what, f"it has {', '.join(map(repr, state)) or 'no entries'}", *called_at(), fix=fix))
+    wrong = [name for name in names[:2] if type(state[name]) is not int or state[name] < 0]
+    wrong += ["full"] if state["full"] is not None and (type(state["full"]) is not int or state["full"] < 0) else []
+    wrong += ["streams"] if not isinstance(state["streams"], Mapping | None) else []
+    if wrong:
+        what = f"the state of a loader has an invalid entry {wrong[0]!r}: {shown(state[wrong[0]])}"
+        raise SpmdError(message(what, *called_at(), fix=fix))
+
+
 def _has(value: Any, name: str) -> bool:
     return callable(getattr(value, name, None)) and not inspect.isclass(value)
 
@@ -383,12 +409,15 @@ def _mapped(value: Any, fn: Any) -> Any:
 
 def _size(batch: Any) -> int:
     """Elements along dim 0 of the first array that has a dim."""
-    for value in _leaves(batch):
+    leaves = list(_leaves(batch))
+    for value in leaves:
         if value.ndim:
             return value.shape[0]
-    raise SpmdError(
-        message(f"the loader yields {type(batch).__name__} without an array", fix="yield tensors or numpy arrays, alone or in containers")
-    )
+    kind = type(batch).__name__
+    if leaves:
+        what = f"the loader yields {kind} whose arrays have 0 dims, so a batch has no dim 0"
+        raise SpmdError(message(what, fix="yield one array per batch, with a dim for its samples: torch.stack(samples)"))
+    raise SpmdError(message(f"the loader yields {kind} without an array", fix="yield tensors or numpy arrays, alone or in containers"))
 
 
 def _padded(value: Any, size: int, full: int) -> Any:

@@ -223,7 +223,9 @@ def test_one_program_serves_all_batches(mesh_4x2: mesh.Mesh) -> None:
     [
         ([torch.ones(8)], (None, "data"), "cannot be laid out"),
         ([{"x": torch.ones(8)}], {"y": None}, "that the spec lacks"),
-        (["text"], ("data",), "without an array"),
+        (["text"], ("data",), "yields str without an array"),
+        ([torch.tensor(3.0)], ("data",), "yields Tensor whose arrays have 0 dims"),
+        ([{"x": np.array(3), "y": torch.tensor(3)}], ("data",), "yields dict whose arrays have 0 dims"),
         ([torch.ones(8), torch.ones(12)], ("data",), "but earlier ones had 8"),
     ],
 )
@@ -307,3 +309,33 @@ def test_a_loader_may_reuse_its_memory(mesh_4x2: mesh.Mesh) -> None:
             yield memory
 
     assert [batch[0].item() for batch in spmd.shard_loader(source(), mesh_4x2, ("data",))] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("loader", [5, None, list], ids=str)
+def test_what_is_not_iterable_is_refused(loader: Any, mesh_4x2: mesh.Mesh) -> None:
+    with pytest.raises(spmd.SpmdError, match="shard_loader takes an iterable of batches, got (5|None|the class list)\n"):
+        spmd.shard_loader(loader, mesh_4x2, ("data",))
+
+
+WRONG_STATES: list[tuple[Any, str]] = [
+    ({"foo": 1}, "lacks 'epoch', 'batch', 'full', 'streams', 'source'\n  it has 'foo'"),
+    ({}, "lacks 'epoch', 'batch', 'full', 'streams', 'source'\n  it has no entries"),
+    (None, "the state of a loader is a dict, got None"),
+    ([1], "the state of a loader is a dict, got a list"),
+    ({"epoch": 0, "batch": "1", "full": None, "streams": None, "source": None}, "has an invalid entry 'batch': '1'"),
+    ({"epoch": 0, "batch": 1, "full": 2.0, "streams": None, "source": None}, "has an invalid entry 'full': 2.0"),
+    ({"epoch": 0, "batch": 1, "full": 2, "streams": 5, "source": None}, "has an invalid entry 'streams': 5"),
+]
+
+
+@pytest.mark.parametrize(("state", "text"), WRONG_STATES, ids=str)
+def test_a_wrong_position_is_refused_and_changes_nothing(state: Any, text: str, mesh_4x2: mesh.Mesh) -> None:
+    loader = spmd.shard_loader([torch.full((8,), float(n)) for n in range(4)], mesh_4x2, ("data",), prefetch=0)
+    passing = iter(loader)
+    next(passing)
+    before = loader.state_dict()
+    with pytest.raises(spmd.SpmdError) as raised:
+        loader.load_state_dict(state)
+    assert text in str(raised.value) and "fix: saved = loader.state_dict()" in str(raised.value)
+    assert {**loader.state_dict(), "streams": None} == {**before, "streams": None}
+    assert next(passing).cpu()[0] == 1
