@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, entry_axes, split_largest_dim, without_axes
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._torch import current_graph_task_id, pytree, top_saved_tensors_default_hooks
 from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._fence import fenced, is_fencing
@@ -85,9 +85,10 @@ def fully_shard(
         `module`.
 
     Raises:
-        SpmdError: the mesh has no such axis, the stage is unknown, the module is already a unit or inside one, or a placement
-            is impossible.
+        SpmdError: `module` is not a module, the mesh has no such axis, the stage is unknown, the module is already a unit or inside
+            one, or a placement is impossible.
     """
+    require_module(module, "fully_shard", "spmd.fully_shard(model.layers[0], mesh), or for one tensor spmd.mark_sharding(x, mesh, spec)")
     mesh = as_mesh(mesh)
     axes = _axes(mesh, axis)
     require_no_unit([module])
@@ -112,6 +113,16 @@ def fully_shard(
     module.register_forward_pre_hook(unit.enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(unit.leave, always_call=True)
     return module
+
+
+def require_module(value: object, taker: str, fix: str) -> None:
+    """Refuse anything but a module.
+
+    Raises:
+        SpmdError: `value` is not a module.
+    """
+    if not isinstance(value, nn.Module):
+        raise SpmdError(message(f"{taker} takes a module, got {shown(value)}", *called_at(), fix=fix))
 
 
 def require_no_unit(modules: Iterable[nn.Module]) -> None:
@@ -404,4 +415,4 @@ def _without(sharding: ShardingSpec, axes: tuple[str, ...]) -> ShardingSpec:
     return ShardingSpec(sharding.mesh, without_axes(sharding.partition_spec, axes))
 
 
-__all__ = ["MixedPrecision", "dissolve", "fully_shard", "is_outermost", "require_no_unit", "unit_of"]
+__all__ = ["MixedPrecision", "dissolve", "fully_shard", "is_outermost", "require_module", "require_no_unit", "unit_of"]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from spmd.base._convert import cast, exact_dtypes, to_numpy_dtype
-from spmd.base._errors import SpmdError, TraceError, called_at, message, nothing_swallowed
+from spmd.base._errors import SpmdError, TraceError, called_at, message, nothing_swallowed, shown
 from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor
@@ -55,10 +55,14 @@ def functionalize(module: nn.Module | Callable[..., Any] | torch.export.Exported
         to 32 bits.
 
     Raises:
-        SpmdError: the module is not on device 'jax', or has float64 values (or large integers) and JAX's 64-bit types are disabled.
+        SpmdError: `module` is none of these, or is not on device 'jax', or has float64 values (or large integers) and JAX's 64-bit types
+            are disabled.
     """
     if isinstance(module, torch.export.ExportedProgram):
         module = module_on_device(module)
+    if not callable(module):
+        what = f"functionalize takes a module or a function of tensors, got {shown(module)}"
+        raise SpmdError(message(what, fix="fn, params, buffers = spmd.functionalize(model)"))
     held = module_tensors(module) if isinstance(module, nn.Module) else {}
     for name, (tensor, _) in held.items():
         if tensor.device.type != "jax":

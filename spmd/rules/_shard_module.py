@@ -10,7 +10,7 @@ from torch import nn
 
 from mesh import LARGE_BYTES, Mesh, Rule, Rules, RulesReport, Sized, SpecFunction, rules_report
 from spmd.base._errors import SpmdError, message
-from spmd.fsdp import dissolve, fully_shard, require_no_unit
+from spmd.fsdp import dissolve, fully_shard, require_module, require_no_unit
 from spmd.rules._blocks import remove_borders
 from spmd.rules._heads import head_findings
 from spmd.rules._parallel_plan import Plan, automatic_plan, dtensor_plan, hugging_face_plan
@@ -54,8 +54,9 @@ def shard_module(
     Raises:
         RulesError: with `strict`, the report has errors.
         SpecError: a spec does not fit its tensor's rank or the mesh.
-        SpmdError: `rules` is of no supported kind, or names an unknown preset or style.
+        SpmdError: `model` is not a module, or `rules` is of no supported kind, or names an unknown preset or style.
     """
+    require_module(model, "shard_module", "spmd.shard_module(model, mesh, rules), or for one tensor spmd.mark_sharding(x, mesh, spec)")
     mesh = as_mesh(mesh)
     plan = rules_for(model, mesh, rules, axis)
     sized = sized_tensors(model)

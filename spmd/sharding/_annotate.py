@@ -14,7 +14,7 @@ import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError, SpecLike
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._jax import is_tracer
 from spmd.base._torch import disable_dynamo, graph_break, torch_at_least
 from spmd.device._layout import forget, remember
@@ -49,8 +49,7 @@ def mark_sharding(
         SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim whose size its axes do not divide.
         SpmdError: `tensor` is not a tensor, is on another device, or is a view that does not cover its whole storage.
     """
-    if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise _no_tensor(tensor)
+    _require_tensor(tensor, "mark_sharding", "mark_sharding(torch.as_tensor(value), mesh, spec)")
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(tensor, mesh, partition_spec, uneven)
     spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
@@ -81,15 +80,18 @@ def mark_sharding(
     return become_sharded(tensor)
 
 
-def _no_tensor(value: object) -> SpmdError:
+def _require_tensor(value: object, taker: str, fix: str) -> None:
+    if isinstance(value, torch.Tensor):
+        return
     if isinstance(value, torch.nn.Module):
-        return SpmdError(
-            message(f"mark_sharding takes a tensor, got the module {type(value).__name__}", fix="spmd.shard_module(module, mesh, rules)")
+        fix = (
+            "spmd.shard_module(module, mesh, rules)"
+            if taker != "clear_sharding"
+            else "for p in module.parameters(): spmd.clear_sharding(p)"
         )
     if isinstance(value, Mesh):
-        return SpmdError(message("mark_sharding takes the tensor first, got a Mesh", fix="spmd.mark_sharding(x, mesh, spec)"))
-    shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
-    return SpmdError(message(f"mark_sharding takes a tensor, got {shown}", fix="mark_sharding(torch.as_tensor(value), mesh, spec)"))
+        raise SpmdError(message(f"{taker} takes the tensor first, got a Mesh", *called_at(), fix="spmd.mark_sharding(x, mesh, spec)"))
+    raise SpmdError(message(f"{taker} takes a tensor, got {shown(value)}", *called_at(), fix=fix))
 
 
 def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
@@ -119,7 +121,11 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
 
     Returns:
         `t` itself.
+
+    Raises:
+        SpmdError: `t` is not a tensor.
     """
+    _require_tensor(t, "clear_sharding", "spmd.clear_sharding(x), one call per tensor")
     if t.device.type != "jax":
         forget(t)
         return become_plain(t)
@@ -180,8 +186,9 @@ def checked_spec(
 
     Raises:
         SpecError: the spec does not fit the tensor; the message contains the tensor's name.
-        SpmdError: the tensor is on none of `devices`.
+        SpmdError: `tensor` is not a tensor, or is on none of `devices`.
     """
+    _require_tensor(tensor, "a sharding", "pass a tensor on device 'jax': torch.as_tensor(value).to('jax')")
     if tensor.device.type not in devices:
         raise SpmdError(
             message(

@@ -6,15 +6,25 @@ spmd.get_global_mesh()                              # Mesh(data=8)
 
 from __future__ import annotations
 
+from typing import Any
+
 from mesh import Mesh, MeshError, device_count
 from spmd.base._errors import message
+from spmd.sharding._annotate import as_mesh
 
 _current: list[Mesh] = []  # at most one mesh; not a ContextVar, so that data-loading threads see it too
 
 
-def set_global_mesh(mesh: Mesh) -> None:
-    """Make `mesh` the process's global mesh."""
-    _current[:] = [mesh]
+def set_global_mesh(mesh: Any) -> None:
+    """Make `mesh` the process's global mesh.
+
+    Args:
+        mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
+
+    Raises:
+        SpmdError: `mesh` is none of these.
+    """
+    _current[:] = [as_mesh(mesh)]
 
 
 def get_global_mesh() -> Mesh | None:

@@ -357,3 +357,11 @@ def test_checkpointed_layers_that_wait_are_computed_again(fsdp_8: mesh.Mesh) -> 
         _, device = pair(fsdp_8, lambda checkpointed=checkpointed: Stack(checkpointed=checkpointed))
         tanhs.append(lazy_steps(device, *on_mesh(fsdp_8)[1]).program.hlo().count(" tanh("))
     assert tanhs == [3, 6]
+
+
+def test_only_a_module_is_a_unit(mesh_4x2: mesh.Mesh) -> None:
+    x: Any = torch.zeros(8, 8).to("jax")
+    with pytest.raises(spmd.SpmdError, match="fully_shard takes a module, got a Tensor(?s:.*)fix: spmd.fully_shard"):
+        spmd.fully_shard(x, mesh_4x2)
+    with pytest.raises(spmd.SpmdError, match="shard_module takes a module, got a Tensor(?s:.*)fix: spmd.shard_module"):
+        spmd.shard_module(x, mesh_4x2, "fsdp")

@@ -446,3 +446,9 @@ def test_forward_mode_is_refused_by_jax() -> None:
     fn, _, _ = spmd.functionalize(torch.sin)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: fn({}, {}, None, x), (jnp.ones(2),), (jnp.ones(2),))
+
+
+def test_what_is_no_function_is_refused() -> None:
+    value: Any = 3
+    with pytest.raises(spmd.SpmdError, match="functionalize takes a module or a function of tensors, got 3"):
+        spmd.functionalize(value)

@@ -1,5 +1,6 @@
 """Annotations that return a new tensor, taking one off, and tensors made like a marked one; on any number of devices."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -318,3 +319,25 @@ def test_a_constructed_tensor_may_be_given_its_layout() -> None:
     assert made.partition_spec == (None, None) and made.requires_grad
     made.sum().backward()
     assert_same(made.grad, torch.ones(8, 2))
+
+
+NO_TENSOR: list[tuple[Callable[..., Any], Any, str]] = [
+    (spmd.clear_sharding, 3, "clear_sharding takes a tensor, got 3"),
+    (spmd.clear_sharding, [torch.zeros(2)], "clear_sharding takes a tensor, got a list"),
+    (spmd.clear_sharding, nn.Linear(2, 2), "got the module Linear(?s:.*)fix: for p in module.parameters"),
+    (lambda value: spmd.annotate_custom_sharding(value, line(), ("data",)), 3, "a sharding takes a tensor, got 3"),
+    (lambda value: spmd.mark_sharding_with_gradients(value, line(), ("data",)), "x", "a sharding takes a tensor, got 'x'"),
+]
+
+
+@pytest.mark.parametrize(("annotate", "value", "text"), NO_TENSOR)
+def test_what_is_no_tensor_is_refused(annotate: Callable[..., Any], value: Any, text: str) -> None:
+    with pytest.raises(spmd.SpmdError, match=text):
+        annotate(value)
+
+
+def test_a_global_mesh_is_a_mesh() -> None:
+    before, text = spmd.get_global_mesh(), "foo"
+    with pytest.raises(spmd.SpmdError, match="a mesh was expected, got a str"):
+        spmd.set_global_mesh(text)
+    assert spmd.get_global_mesh() is before

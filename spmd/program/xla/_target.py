@@ -28,9 +28,11 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
         if found is None:
             found = here
         elif list(found.device_ids) != list(here.device_ids) or found.topology != here.topology:
+            is_permuted = sorted(found.device_ids) == sorted(here.device_ids) and found.topology == here.topology
+            differ = "the same devices in another order" if is_permuted else "different devices"
             raise SpmdError(
                 message(
-                    "one program uses tensors on two meshes with different devices",
+                    f"one program uses tensors on two meshes with {differ}",
                     f"{found} has devices {[int(i) for i in found.device_ids]}, {here} has devices {[int(i) for i in here.device_ids]}",
                     fix="mark all tensors of a step over meshes of the same devices in the same order",
                 )
