@@ -89,11 +89,11 @@ def _node_of(arg: Any) -> NumberNode | None:
 
 
 def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype to which the numbers are converted; None if it is a complex one."""
+    """The dtype to which the numbers are converted, the real one of a complex one; None if there is none."""
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor) and not arg.is_cpu]
     floats = (t.dtype for t in tensors if t.is_floating_point() or t.is_complex())
     dtype = kwargs.get("dtype") or next(floats, tensors[0].dtype if tensors else None)
-    return None if dtype is None or dtype.is_complex else dtype
+    return dtype.to_real() if dtype is not None and dtype.is_complex else dtype
 
 
 __all__ = ["is_exact", "with_representable"]

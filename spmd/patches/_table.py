@@ -159,13 +159,9 @@ PATCHES: tuple[Patch, ...] = (
         "spmd/device/_backend.py",
     ),
     Patch("torch.utils._foreach_utils._foreach_supported_types", "the same", "spmd/device/_backend.py"),
-    Patch(
-        "torch.optim._adafactor.min",
-        "the minimum of a device number is computed without a branch",
-        _PREPARATION,
-        "spmd.program.optim._preparation.traceable",
-    ),
+    Patch("torch.optim._adafactor.min", "the minimum of a device number is computed without a branch", _PREPARATION, _TRACEABLE),
     Patch("torch.optim._adafactor.max", "the same", _PREPARATION, _TRACEABLE),
+    Patch("torch.optim.rprop.rprop", "a 0-dim mask is a branch on its value", _PREPARATION, _TRACEABLE),
     Patch("torch.optim.radam.radam", "its branchless form loses precision with 32-bit step counts", _PREPARATION, _TRACEABLE),
     *(
         Patch(

@@ -110,6 +110,33 @@ def test_every_optimizer_of_torch_is_here() -> None:
     assert classes - made == {"Optimizer", "LBFGS", "SparseAdam"}
 
 
+class Scalars(nn.Module):
+    """Two parameters without dims, and one with a dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = (nn.Parameter(torch.tensor(n)) for n in (1.5, -0.5))
+        self.weight = nn.Parameter(torch.tensor([0.5, -1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * x).sin() + self.weight * self.shift + self.shift**2
+
+
+@pytest.mark.parametrize(
+    "name", part_of([n for n in OPTIMIZERS if n != "muon"], lambda _, name: "rprop" in name or name in ("adamw", "asgd"))
+)
+def test_parameters_without_dims_are_trained(name: str) -> None:
+    make, executables = OPTIMIZERS[name]
+    pair = twins(Scalars)
+    optimizers = [make(list(m.parameters())) for m in pair]
+    step = spmd.compile(functools.partial(train, pair[1], optimizers[1]))
+    for i in range(6):
+        x, y = batch(2, seed=i), batch(2, seed=i + 50)
+        assert_same(step(x.to("jax"), y.to("jax")), train(pair[0], optimizers[0], x, y))
+        assert_same_model(pair[1], pair[0])
+    assert step.num_executables == executables
+
+
 CAPTURABLE = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Adadelta", "RMSprop"]
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch.optim.radam import radam
+from torch.optim.rprop import rprop
 
 from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
@@ -37,11 +38,11 @@ Groups = list[dict[str, Any]]
 
 @contextmanager
 def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
-    """Context in which these optimizers do not branch on the value of the step counter.
+    """Context in which these optimizers do not branch on the value of the step counter, or of a 0-dim mask.
 
     RAdam and ASGD have a path for graph capture (`capturable`). Adafactor only takes `min` and `max` of numbers. RAdam's path computes
     with the counter as a float32, and its length of the average (1999 - 1994) then loses most of its digits. So RAdam gets its counters as
-    float64, which has the precision of Python's floats.
+    float64, which has the precision of Python's floats. Rprop gets 0-dim parameters with one dim, for which its masks have one, too.
     """
     groups = [g for o in optimizers if isinstance(o, (torch.optim.RAdam, torch.optim.ASGD)) for g in o.param_groups]
     kept = [group["capturable"] for group in groups]
@@ -52,6 +53,7 @@ def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
             replaced("torch.optim._adafactor.min", torch.sym_min),
             replaced("torch.optim._adafactor.max", torch.sym_max),
             replaced("torch.optim.radam.radam", partial(_with_exact_counts, radam)),
+            replaced("torch.optim.rprop.rprop", partial(_with_dims, rprop)),
         ):
             yield
     finally:
@@ -70,6 +72,11 @@ def _with_exact_counts(
     update(params, grads, averages, squares, counts, **{**options, "foreach": False})
     for step in steps:
         step += 1
+
+
+def _with_dims(update: Callable[..., None], params: Any, grads: Any, prevs: Any, sizes: Any, *rest: Any, **options: Any) -> None:
+    """Rprop's `update`, with views of one dim in the place of 0-dim tensors."""
+    update(*([t if t.dim() else t.view(1) for t in tensors] for tensors in (params, grads, prevs, sizes)), *rest, **options)
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> list[torch.Tensor]:

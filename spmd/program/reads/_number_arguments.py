@@ -34,7 +34,7 @@ def composes(*functions: Any, method: str = "") -> Callable[[Callable[..., Any]]
 
         @functools.wraps(function)
         def called(*given: Any, **options: Any) -> Any:
-            if len(given) > len(parameters) or not parameters.keys() >= options.keys() or _is_overridden((*given, *options.values())):
+            if len(given) > len(parameters) or not parameters.keys() >= options.keys() or is_overridden((*given, *options.values())):
                 raise NotImplementedError
             return function(*given, **options)
 
@@ -47,7 +47,7 @@ def composes(*functions: Any, method: str = "") -> Callable[[Callable[..., Any]]
     return register
 
 
-def _is_overridden(values: tuple[Any, ...]) -> bool:
+def is_overridden(values: tuple[Any, ...]) -> bool:
     """Whether a mode, or a subclass among the arguments, would see the function that is called (`__torch_function__`)."""
     modes = (type(function_mode_at(i)) for i in range(num_torch_function_modes()))
     kinds = {type(value) for value in values if isinstance(value, torch.Tensor)} - {torch.Tensor, torch.nn.Parameter}
@@ -124,6 +124,7 @@ __all__ = [
     "composes",
     "composition",
     "is_int",
+    "is_overridden",
     "require",
     "require_floats",
     "require_number",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of
+from spmd.program.reads._assigned_numbers import elements_of
 from spmd.program.reads._builtin_attributes import note_attribute_written_in_c
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._library import is_library_property, is_recorded
@@ -168,7 +169,7 @@ class PlacesWritten(PlacesRead):
                 return rows[1], rows[0]
             key = fixed(key)
         self._write_item(holder, key)
-        return key, holder
+        return key, elements_of(holder)
 
     def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """Before `del holder[key]`. Returns the key and the container to use instead."""

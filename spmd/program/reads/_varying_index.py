@@ -27,6 +27,7 @@ from spmd.base._errors import TraceAgain
 from spmd.base._torch import DisableTorchFunctionSubclass, is_functorch_wrapped_tensor, pytree
 from spmd.device._numbers import carried
 from spmd.device._storage import buffer_of, is_device_tensor, recording, wrap
+from spmd.program.reads._assigned_numbers import element_of
 from spmd.program.reads._varying import Varying, fixed, fixed_if_varying, is_varying
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class _Rows:
             value = value.to(self._tensor.dtype)
             if is_device_tensor(value) and buffer_of(value) is buffer_of(self._tensor):
                 value = value.clone()
-        self._tensor[place] = value
+        self._tensor[place] = element_of(self._tensor, value)
 
 
 def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
