@@ -79,6 +79,9 @@ class Recorder(Protocol):
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
         """Raise `why` on any operation that would reveal that `copy` is not a view of `base`."""
 
+    def is_current(self, copy: Buffer) -> None:
+        """Let a copy be read and written again."""
+
     def is_state(self, array: Any) -> bool: ...  # a buffer's value, which the program reads again in every call
 
     def is_counter(self, array: Any) -> bool: ...  # the value of an optimizer's step counter

@@ -281,6 +281,9 @@ class _InitialStateRecorder:
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
         raise why()
 
+    def is_current(self, copy: Buffer) -> None:
+        """Nothing: there is none."""
+
     def laid_out(self, spec: ShardingSpec) -> None:
         """Nothing: the trace of the whole function records it."""
 

@@ -14,6 +14,7 @@ import torch
 
 from spmd.device._numbers import is_program_number
 from spmd.program.reads._composed_functions import raised_in_place
+from spmd.program.reads._copied_elements import CopiedElements
 from spmd.program.reads._number_operands import loses_numbers, number_beside
 from spmd.program.reads._varying import Varying
 
@@ -23,10 +24,10 @@ _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "l
 class _InPlace:
     """Stands for the left operand."""
 
-    __slots__ = ("target",)
+    __slots__ = ("copies", "target")
 
-    def __init__(self, target: Any) -> None:
-        self.target = target
+    def __init__(self, target: Any, copies: CopiedElements) -> None:
+        self.target, self.copies = target, copies
 
 
 def _define(name: str) -> None:
@@ -37,7 +38,8 @@ def _define(name: str) -> None:
         if not isinstance(self.target, torch.Tensor):
             return do(self.target, number.concrete())
         taken = number.traced() if type(number) is Varying else number
-        return of_tensor(self.target, number_beside(taken, self.target) if loses_numbers(self.target) else taken)
+        with self.copies.writing(self.target):
+            return of_tensor(self.target, number_beside(taken, self.target) if loses_numbers(self.target) else taken)
 
     setattr(_InPlace, f"__i{name}__", operate)
 
@@ -46,10 +48,10 @@ for _name in _NAMES:
     _define(_name)
 
 
-def in_place_operand(left: Any, right: Any) -> Any:
-    """The left operand to use in `left += right` and the like."""
+def in_place_operand(left: Any, right: Any, copies: CopiedElements) -> Any:
+    """The left operand to use in `left += right` and the like. `copies`: the elements that were read at a varying index."""
     is_varying = type(right) is Varying and isinstance(left, (torch.Tensor, np.ndarray))
-    return _InPlace(left) if is_varying or (is_program_number(right) and loses_numbers(left)) else left
+    return _InPlace(left, copies) if is_varying or copies.has(left) or (is_program_number(right) and loses_numbers(left)) else left
 
 
 __all__ = ["in_place_operand"]

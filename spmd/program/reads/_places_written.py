@@ -16,6 +16,7 @@ import torch
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._assigned_numbers import elements_of
 from spmd.program.reads._builtin_attributes import note_attribute_written_in_c
+from spmd.program.reads._copied_elements import CopiedElements
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
@@ -53,9 +54,14 @@ class PlacesWritten(PlacesRead):
         fixes_indices: whether a read of a tensor at a varying index gives a view, with the index guarded by its value.
         has_constant_texts: whether texts of numbers that vary are made during the trace.
         has_late_texts: whether one is made when the call ends.
+        copies: elements that were read at a varying index.
     """
 
     fixes_indices = has_constant_texts = has_late_texts = False
+
+    def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
+        super().__init__(names, owners, ignored)
+        self.copies = CopiedElements()
 
     def read_content(self, value: Any) -> None:
         """Record the whole content of a container, but not the content of its items."""
@@ -166,10 +172,10 @@ class PlacesWritten(PlacesRead):
         if may_vary(holder, key):
             rows = None if self.fixes_indices else written_at(holder, key)
             if rows is not None:  # the holder is a tensor
-                return rows[1], rows[0]
+                return rows[1], self.copies.assigned(holder, key, rows[0])
             key = fixed(key)
         self._write_item(holder, key)
-        return key, elements_of(holder)
+        return key, self.copies.assigned(holder, key, elements_of(holder))
 
     def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
         """Before `del holder[key]`. Returns the key and the container to use instead."""

@@ -188,7 +188,7 @@ class Recording(PlacesWritten):
         if may_vary(holder, key):
             if not self.fixes_indices and (found := read_at(holder, key)) is not None:
                 self.read_content(holder)
-                return 0, (found,)
+                return 0, (self.copies.note(found, holder, key),)
             key = fixed(key)
         elif not isinstance(holder, torch.Tensor):
             key = plain_key(key)
@@ -257,7 +257,7 @@ class Recording(PlacesWritten):
     def operate_in_place(self, left: Any, right: Any) -> Any:
         """Before `left += right` and the like. Returns the left operand to use instead."""
         note_in_place(self, left, right)
-        return left if isinstance(left, list) else in_place_operand(self._operands(left, right), right)
+        return left if isinstance(left, list) else in_place_operand(self._operands(left, right), right, self.copies)
 
     def iterate(self, value: Any) -> None:
         value = resolved(value)
@@ -351,7 +351,7 @@ class Recording(PlacesWritten):
         """Before `fn(*args)`. Returns the callable to use instead."""
         if self.choice is not None and sys._getframe(3) is self.choice.frame:
             self.choice.require_pure(fn, args)
-        return _swap.before_call(_calls.note_call(self, fn, args))
+        return self.copies.around(fn, _swap.before_call(_calls.note_call(self, fn, args)))
 
     def call_ex(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
         """Before `fn(*args, **kwargs)`. Returns the callable to use instead."""
@@ -360,7 +360,7 @@ class Recording(PlacesWritten):
         if isinstance(kwargs, dict):
             self.read_content(kwargs)
             given += tuple(kwargs.values())
-        return _swap.before_call(_calls.note_call(self, fn, given))
+        return self.copies.around(fn, _swap.before_call(_calls.note_call(self, fn, given)))
 
     def choose(self, condition: Any, enters_if: bool) -> bool | Choice:
         """Before a block that only assigns local names: whether it runs, or a `Choice` if only the program knows. See Note [Choices]."""

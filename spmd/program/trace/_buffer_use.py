@@ -123,14 +123,24 @@ class TraceRecorder:
         self.refuse_writes(copy, why)
         self.copied.setdefault(base, weakref.WeakSet()).add(copy)
 
+    def is_current(self, copy: Buffer) -> None:
+        self.stale.discard(copy)
+        self.unwritable.pop(copy, None)
+
     def will_write(self, buffer: Buffer) -> None:
-        self.stale.update(self.copied.get(buffer, ()))
+        self._make_stale(buffer)
         if buffer in self.newborn:
             if buffer in self.unwritable:
                 raise self.unwritable[buffer]()
             return
         self.touched.setdefault(buffer, (buffer.value, buffer.host))
         self.written[buffer] = None
+
+    def _make_stale(self, buffer: Buffer) -> None:
+        """Make the copies of elements of a buffer stale, and those of elements of the copies."""
+        for copy in tuple(self.copied.get(buffer, ())):
+            self.stale.add(copy)
+            self._make_stale(copy)
 
     def laid_out(self, spec: ShardingSpec) -> None:
         self.layouts[spec] = None

@@ -59,6 +59,9 @@ class Part:
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
         self.outer.is_copy_of(base, copy, why)
 
+    def is_current(self, copy: Buffer) -> None:
+        self.outer.is_current(copy)
+
     def is_state(self, array: Any) -> bool:
         return self.outer.is_state(array)
 
