@@ -145,6 +145,20 @@ def test_what_is_seen_to_be_a_view_is_one(update: Update) -> None:
     assert_calls_agree(update, CALLS[:5])
 
 
+def listed(x: torch.Tensor, k: int, v: float) -> None:
+    x[k, [0, 3]] = torch.tensor([v, 2.0], device=x.device)
+    x[[0, 2], k % 4] = v
+    x[torch.tensor([1, 1, 3], device=x.device), k % 4] += v
+    x[[0, 1], [k % 4, -1 - k % 4]] *= 2
+    x[k % 3 : k % 3 + 2, [0, 1]] -= v
+    x[[k, 0]] = x[[0, k]] + 1
+
+
+def test_lists_of_indices_beside_numbers_are_written_by_one_program() -> None:
+    assert assert_calls_agree(listed, CALLS).num_traces == 2
+    assert assert_calls_agree(listed, OUTSIDE).num_traces <= 4
+
+
 def test_a_buffer_is_updated_at_a_counter_in_a_loop() -> None:
     def step(x: torch.Tensor, k: int) -> torch.Tensor:
         for i in range(3):

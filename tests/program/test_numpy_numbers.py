@@ -65,6 +65,22 @@ def test_numpy_handles_errors_as_the_block_says() -> None:
         assert_same(step(x.to("jax"), i), inverse(x, i))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int64", "float32", "float64"])
+def test_an_item_of_a_table_of_two_dims_is_an_input(dtype: str) -> None:
+    def step(x: torch.Tensor, i: int) -> Any:
+        return x * table[i // 4, i % 4], table[i % 4, i % 4], table[1, i % 4], cube[0, i % 2, i // 4]
+
+    table, cube, x = np.arange(90, 106).reshape(4, 4).astype(dtype), np.arange(12.0).reshape(2, 2, 3), torch.tensor([1.0, 2.0])
+    compiled = spmd.compile(step)
+    for i in (0, 3, 5, 6, 11, -1, 2):
+        found, expected = compiled(x.to("jax"), i), step(x, i)
+        assert_same(found, expected)
+        assert _types(found) == _types(expected)
+    assert compiled.num_traces == 2
+    with pytest.raises(IndexError, match="index 4 is out of bounds for axis 0 with size 4"):
+        compiled(x.to("jax"), 16)
+
+
 def test_a_table_may_change_between_calls() -> None:
     table, x = np.array([0.5, 0.25, 0.125]), torch.ones(2)
     step = spmd.compile(lambda x, i: x * table[i])

@@ -87,6 +87,40 @@ def test_a_position_out_of_bounds_is_an_error_before_the_call(position: int) -> 
     assert_same(x, batch(3, 4))
 
 
+LISTS = [
+    *("[2, 0], i % 4", "i, [2, 0]", "torch.tensor([2, 0, 2], device=x.device), i % 4", "i, torch.tensor([0, 1], device=x.device)"),
+    *("[2, 0], i % 2 : i % 2 + 2", "i % 2 : i % 2 + 2, [1, 0]", "[0, 1], [i, i - 1]", "[i, 0, i]", "[[2, 0]][0], i % 4, [1, 2]"),
+    *("[1, 0], :, i % 4", "..., i % 4, [1, 0]", "[0, 1], i % 4, [1, 2]", "[0, 1], i % 3 : i % 3 + 1, [1, 2]"),
+]
+
+
+@pytest.mark.parametrize("key", LISTS)
+def test_lists_of_indices_beside_numbers_are_read_by_one_program(key: str) -> None:
+    lines = [f"y = x[{key}]", "g, = torch.autograd.grad(y.square().sum(), x)", "return y.detach(), g"]
+    step = written("\n    ".join(["def step(x, i):", *lines]) + "\n")
+    together = spmd.compile(step)
+    for i in (0, 1, 2, -1, -2):
+        x = batch(3, 4, 5, seed=i + 2)
+        assert_same(together(x.to("jax").requires_grad_(), i), step(x.requires_grad_(), i))
+    assert together.num_traces == 2
+
+
+@pytest.mark.parametrize("key", ["[2, 0], i", "i, [2, 0]", "[0, 1], [0, i]", "[i]"])
+def test_a_number_out_of_bounds_beside_a_list_is_the_cpus_error(key: str) -> None:
+    step = written(f"def step(x, i):\n    return x[{key}]\n")
+    together = spmd.compile(step)
+    for i in (0, 1, 7, 2, -7):
+        if abs(i) < 3:
+            assert_same(together(batch(3, 4).to("jax"), i), step(batch(3, 4), i))
+        else:
+            with pytest.raises(IndexError, match="out of") as expected:
+                step(batch(3, 4), i)
+            with pytest.raises(IndexError, match="out of") as found:
+                together(batch(3, 4).to("jax"), i)
+            assert str(found.value).splitlines()[0] == str(expected.value)
+    assert together.num_traces <= 3
+
+
 class Decoder(torch.nn.Module):
     """Attention over a cache of one size, to which each call writes at a position."""
 

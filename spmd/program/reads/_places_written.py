@@ -26,7 +26,7 @@ from spmd.program.reads._places import CDATA, PLAIN, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple, resolved
 from spmd.program.reads._process_settings import SETTINGS, Setting
 from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
-from spmd.program.reads._varying_index import may_vary, written_at
+from spmd.program.reads._varying_index import by_lists, may_vary, read_at, written_at
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -170,6 +170,11 @@ class PlacesWritten(PlacesRead):
         holder = resolved(holder)
         self.read_key(key)
         if may_vary(holder, key):
+            if not self.fixes_indices and (parted := by_lists(holder, key)) is not None:
+                key_of_copy, rest = parted
+                first = holder if key_of_copy is None else self.copies.note(read_at(holder, key_of_copy), holder, key_of_copy)
+                if first is holder or self.copies.has(first):
+                    return rest, self.copies.assigned(first, None, elements_of(first))
             rows = None if self.fixes_indices else written_at(holder, key)
             if rows is not None:  # the holder is a tensor
                 return rows[1], self.copies.assigned(holder, key, rows[0])

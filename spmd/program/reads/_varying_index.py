@@ -101,8 +101,14 @@ def read_at(holder: Any, key: Any) -> torch.Tensor | Varying | None:
     """`holder[key]`, as a copy if the holder is a tensor; None if no program can read it."""
     if type(key) is Varying and (numbers := _numbers_of(holder)) is not None:
         return key.apply(operator.getitem, numbers, key)
+    if type(key) is tuple and (item := _item_of_array(holder, key)) is not None:
+        return item
     if (found := _host_item(holder, key)) is not None:
         return found
+    if (parted := by_lists(holder, key)) is not None:
+        first, rest = parted
+        read: Any = holder if first is None else read_at(holder, first)
+        return None if read is None else read[rest]
     selected = _selection(holder, key)
     if selected is None:
         return None
@@ -119,6 +125,58 @@ def _numbers_of(holder: Any) -> Any:
     if type(holder) is np.ndarray and holder.ndim == 1 and holder.dtype.kind in "iuf":
         return holder.copy()
     return holder if type(holder) is tuple and {int, float}.issuperset(map(type, holder)) else None
+
+
+def _item_of_array(array: Any, key: tuple[Any, ...]) -> Varying | None:
+    """The item of an array of ints or floats at one index for each dim, some of which vary; None for other keys."""
+    first = next((part for part in key if type(part) is Varying), None)
+    if type(array) is not np.ndarray or array.dtype.kind not in "iuf" or array.ndim != len(key) or first is None:
+        return None
+    if not all(type(part) is int or (type(part) is Varying and _is_int(part)) for part in key):
+        return None
+    values = array.copy()
+    return first.apply(lambda *at: values[at], *key)
+
+
+def by_lists(tensor: Any, key: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
+    """Two keys in the place of one with lists or tensors of indices: `tensor[key]` is `tensor[first][rest]`, as PyTorch computes it.
+
+    `first` has the numbers and slices; None if none of them varies. `rest` has the lists. None for other keys.
+    """
+    parts = list(key) if type(key) is tuple else [key]
+    if not is_device_tensor(tensor) or is_functorch_wrapped_tensor(tensor) or not any(map(_is_list, parts)):
+        return None
+    if (at := next((i for i, part in enumerate(parts) if part is Ellipsis), None)) is not None:
+        parts[at : at + 1] = [_ALL] * (tensor.dim() - len(parts) + 1)
+    if len(parts) > tensor.dim() or not all(_is_list(part) or _is_number_or_slice(part) for part in parts):
+        return None
+    lists = [_indices(size, part) if _is_list(part) else _ALL for size, part in zip(tensor.shape, parts, strict=False)]
+    if any(part is None for part in lists):
+        return None
+    others = [_ALL if _is_list(part) else part for part in parts]
+    if not is_varying(tuple(others)):
+        return None, tuple(listed if _is_list(part) else part for part, listed in zip(parts, lists, strict=True))
+    return tuple(others), tuple(listed for part, listed in zip(parts, lists, strict=True) if _is_list(part) or isinstance(part, slice))
+
+
+def _is_list(part: Any) -> bool:
+    """Whether a part of a key is a list of indices, or an integer tensor with dims on the device."""
+    if type(part) is list:
+        return bool(part) and all(type(i) is int or (type(i) is Varying and _is_int(i)) for i in part)
+    return is_device_tensor(part) and part.dim() > 0 and part.dtype in (torch.int64, torch.int32)
+
+
+def _is_number_or_slice(part: Any) -> bool:
+    return type(part) is int or isinstance(part, slice) or (type(part) is Varying and _is_int(part))
+
+
+def _indices(size: int, part: Any) -> Any:
+    """A list of indices into a dim; as a tensor if some of them vary. None if one of these is out of bounds."""
+    if not is_varying(part):
+        return part
+    rows = [_rows(size, i, 1) if type(i) is Varying else torch.tensor([i], device="jax") for i in part]
+    found = [row for row in rows if row is not None]
+    return torch.cat(found) if len(found) == len(rows) else None
 
 
 class HostItem(torch.Tensor):
@@ -279,4 +337,4 @@ def _all_before(tensor: Any, dim: Any) -> list[slice]:
 
 _KEYS: dict[str, Callable[..., tuple[Any, Any]]] = {"narrow": _narrowed, "select": _selected}
 
-__all__ = ["ViewNeeded", "for_items", "may_vary", "read_at", "written_at"]
+__all__ = ["ViewNeeded", "by_lists", "for_items", "may_vary", "read_at", "written_at"]
