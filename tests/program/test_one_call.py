@@ -11,6 +11,7 @@ import torch
 import spmd
 import spmd.program
 import spmd.program.sizes
+from spmd.device import _shared_arrays
 
 FOLDER = Path(spmd.program.__file__).parent
 FINDING, TRACING, RUNNING = "find the program", "trace, if none holds", "run"
@@ -107,7 +108,8 @@ def test_a_call_that_traces_goes_through_everything_in_the_order_of_the_note(cal
     assert in_order_of([*PARTS[TRACING], *PARTS[RUNNING]], calls[0]) == [*PARTS[TRACING], *PARTS[RUNNING]]
 
 
-def test_a_call_enters_few_functions_of_python() -> None:
+def test_a_call_enters_few_functions_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_shared_arrays, "_shared", {})  # those of other tests, which a call would look up
     model = torch.nn.Linear(3, 2).to("jax")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

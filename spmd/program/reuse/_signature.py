@@ -111,23 +111,17 @@ def signature(
             buffer: Buffer | None = getattr(value.untyped_storage(), "spmd_buffer", None)
         except (NotImplementedError, RuntimeError):  # no storage: a sparse tensor
             buffer = None
-        if buffer is None and value.device.type == "jax":
-            buffer = buffer_of(value)  # raises
         if buffer is None:
-            position = next((i for i, host in enumerate(hosts) if host is value), len(hosts))
             hosts.append(value)
-            key.append((position, *_host(value), _attributes(value, attributes)))
+            key.append((*_host(hosts), _attributes(value, attributes)))
             continue
         own, buffer, strides = (value, buffer, None) if buffer.value is not None and is_whole(value, buffer) else _own(value, is_stack)
         identity = id(buffer)
         if (position := positions.setdefault(identity, len(buffers))) == len(buffers):
             buffers.append(buffer)
-            place: Any = position
             sharing.append([value])
-        else:
-            place = position, _place_of(value, sharing[position])
-        if identity in state:
-            place = "state", identity, id(value) if id(value) in known else place
+        place: Any = position if sharing[position][0] is value else (position, _place_of(value, sharing[position]))
+        place = ("state", identity, id(value) if id(value) in known else place) if identity in state else place
         if own is not value:
             flat[index], place = own, ("view", position)
             copied.append((buffer_of(value), position))
@@ -155,11 +149,15 @@ def _own(value: torch.Tensor, is_stack: bool) -> tuple[torch.Tensor, Buffer, Any
     return own, buffer, None if is_all else (tuple(own.shape), own.stride())
 
 
-def _host(value: torch.Tensor) -> tuple[Any, ...]:
-    """The key's part for the metadata of a CPU tensor."""
+def _host(hosts: list[torch.Tensor]) -> tuple[Any, ...]:
+    """The key's part for the last of the CPU tensors: which of them it is, and its metadata."""
+    value = hosts[-1]
+    if value.device.type == "jax":
+        buffer_of(value)  # raises
+    position = next(i for i, host in enumerate(hosts) if host is value)
     strides = value.stride() if value.layout == torch.strided and not value.is_nested else ()
     gradient = value.requires_grad and _gradient(value)
-    return str(value.device), tuple(value.shape), value.dtype, strides, value.is_conj(), value.is_neg(), type(value), gradient
+    return position, str(value.device), tuple(value.shape), value.dtype, strides, value.is_conj(), value.is_neg(), type(value), gradient
 
 
 def _flattened(args: Any, kwargs: Any, holders: frozenset[type], known: Mapping[int, Any]) -> tuple[list[Any], Any, Any]:
