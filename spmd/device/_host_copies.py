@@ -11,6 +11,7 @@ A CPU tensor among the arguments of a traced function is one too: it holds an in
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
@@ -300,7 +301,8 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if kwargs.get("pin_memory"):
         _refuse("pinned memory was asked for, beside a copy to the host of a traced tensor", "pin_memory=False")
     given, options = pytree.tree_map(_operand, (args, kwargs))
-    with torch.autocast("jax", enabled=False), checked(None if gives_device else True):  # the CPU raises for an index out of bounds
+    without_autocast = torch.autocast("jax", enabled=False) if torch.is_autocast_enabled("jax") else nullcontext()
+    with without_autocast, checked(None if gives_device else True):  # the CPU raises for an index out of bounds
         out = _with_strides(func, given, options, func(*given, **options))
     if torch.Tag.inplace_view in func.tags:
         _change_shape(func, args, kwargs)

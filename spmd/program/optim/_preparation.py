@@ -53,7 +53,7 @@ def traceable(optimizers: list[torch.optim.Optimizer]) -> Generator[None]:
             replaced("torch.optim._adafactor.min", torch.sym_min),
             replaced("torch.optim._adafactor.max", torch.sym_max),
             replaced("torch.optim.radam.radam", partial(_with_exact_counts, radam)),
-            replaced("torch.optim.rprop.rprop", partial(_with_dims, rprop)),
+            replaced("torch.optim.rprop.rprop", _with_dims),
         ):
             yield
     finally:
@@ -74,9 +74,10 @@ def _with_exact_counts(
         step += 1
 
 
-def _with_dims(update: Callable[..., None], params: Any, grads: Any, prevs: Any, sizes: Any, *rest: Any, **options: Any) -> None:
-    """Rprop's `update`, with views of one dim in the place of 0-dim tensors."""
-    update(*([t if t.dim() else t.view(1) for t in tensors] for tensors in (params, grads, prevs, sizes)), *rest, **options)
+def _with_dims(params: Any, grads: Any, prevs: Any, sizes: Any, *rest: Any, **options: Any) -> None:
+    """`rprop`, with views of one dim in the place of 0-dim tensors."""
+    given = [[t if t.dim() else t.view(1) for t in tensors] for tensors in (params, grads, prevs, sizes)]
+    rprop(*given, *rest, **options)  # pyright: ignore[reportArgumentType]
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, *, creates: bool = True) -> list[torch.Tensor]:

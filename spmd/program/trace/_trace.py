@@ -388,7 +388,7 @@ class Trace:
         modules = [(name, m) for name, m in self.found.all_modules() if id(m) in ran or id(m) in roots]
         self.places = self.reads.settled(self.numbers.expected)
         self.reads.expect_missing()
-        guards, slots, arguments = Guards(), self.slots(), frozenset(self.arguments.buffers)
+        guards, slots, arguments = Guards(), self.slots(), frozenset((*self.arguments.buffers, *self.arguments.held))
         for optimizer, created in self.found.prepared:
             drop_unused_state(optimizer, created, recorder.touched.__contains__)
         for optimizer in self.found.optimizers:
