@@ -153,12 +153,9 @@ def _checked_arguments(path: Any, step: Any, keep: Any) -> tuple[int, int | None
 
 
 def _integer(name: str, value: Any) -> int:
-    try:
-        if not isinstance(value, bool | torch.Tensor | jax.Array | np.ndarray):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise CheckpointError(message(f"{name} of save must be an integer, got {shown(value)}", *called_at(), fix=_CALL))
+    if isinstance(value, bool | torch.Tensor | jax.Array | np.ndarray) or not hasattr(type(value), "__index__"):
+        raise CheckpointError(message(f"{name} of save must be an integer, got {shown(value)}", *called_at(), fix=_CALL))
+    return operator.index(value)
 
 
 def join(path: str | os.PathLike[str] | None = None) -> None:

@@ -28,7 +28,7 @@ from spmd.dynamo._graph_trace import GraphTrace
 from spmd.program._job_checks import compiling
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._host_arguments import host_argument
-from spmd.program.trace._host_values import no_host_random
+from spmd.program.trace._host_effects import no_host_random
 from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices

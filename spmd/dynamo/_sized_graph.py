@@ -250,9 +250,9 @@ class SizedGraph(GraphExecutables):
     def _host_arrays(self, args: tuple[Any, ...]) -> Sequence[Any]:
         found = list[Any]()
         for position, tensor in self._placed_hosts(args):
-            value = stored_values(tensor)
-            if self._sizes.varies(position, self._how.vary):  # as in the trace, in the order of its dims
-                value = host_array(tensor)
+            varies = self._sizes.varies(position, self._how.vary)
+            value = host_array(tensor) if varies else stored_values(tensor)  # as in the trace, where it is contiguous if it varies
+            if varies:
                 whole = self._sizes.shape(position, self._whole)
                 value = np.pad(value, [(0, m - n) for n, m in zip(value.shape, whole, strict=True)])
             found.append(value)

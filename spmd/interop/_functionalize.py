@@ -33,7 +33,7 @@ from spmd.interop._torch_gradient import TensorFunction, Tensors
 from spmd.interop._torch_programs import module_on_device
 from spmd.patches._constraints import without_branches
 from spmd.patches._running_averages import counting_on_device
-from spmd.program.trace._host_values import no_host_random
+from spmd.program.trace._host_effects import no_host_random
 from spmd.program.trace._module_calls import report_compiling
 
 Arrays = dict[str, Any]

@@ -88,7 +88,7 @@ def test_gradients_are_pytorchs_for_each_set_of_outputs_that_have_one(case: str,
         assert [g is None for g in got] == [w is None for w in want]
         for g, w in zip(got, want, strict=True):
             if w is not None:
-                torch.testing.assert_close(g.cpu(), w, rtol=1e-13, atol=1e-13, equal_nan=True)
+                torch.testing.assert_close(g.cpu(), w, rtol=1e-13, atol=1e-13, equal_nan=True)  # float64: last bits
 
 
 def test_weight_decay_moves_no_parameter_without_a_gradient_and_its_hooks_do_not_run() -> None:

@@ -161,7 +161,7 @@ def test_a_program_weights_the_pixels_that_it_picks() -> None:
     on_host = warped(image.requires_grad_(), sheared.requires_grad_())
     on_device = spmd.compile(warped)(*(t.detach().to("jax").requires_grad_() for t in (image, sheared)))
     for found, expected in zip(on_device[:2], on_host, strict=False):  # the last one jumps at each centre
-        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())  # sums that cancel
 
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])

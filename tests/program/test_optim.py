@@ -573,7 +573,7 @@ def double_steps(make: Make, num_steps: int, between: Callable[[Any, int], None]
             between(optimizer, i)
         step(0)
         compiled()
-        torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=1e-13, atol=0)
+        torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=1e-13, atol=0)  # float64: last bits
     return *weights, compiled
 
 

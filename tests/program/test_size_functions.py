@@ -190,7 +190,7 @@ def test_what_is_written_to_python_objects_is_of_the_calls_size(name: str) -> No
     for size in (7, 12, 9, 20, 3, 7, 15, 22, 5):
         x = batch(size, 4, seed=size).double()
         found, expected = step(x.to("jax")), getattr(theirs, name)(x)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, check_device=False)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, check_device=False)  # float64: last bits
         assert vars(ours) == {**vars(theirs), "total": pytest.approx(theirs.total, abs=1e-12)}
         assert repr(ours.log) == repr(theirs.log)  # a torch.Size is one
 

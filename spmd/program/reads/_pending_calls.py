@@ -105,6 +105,7 @@ _READ_IN_C: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "ctc_loss": ((2, 3), ("input_lengths", "target_lengths")),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), ((1,), ("batch_sizes",))),
 }
+_MAY_BE_ELSEWHERE = (1, "targets")  # of these functions' arguments: targets of `ctc_loss` on the CPU
 _ITERATED = (types.GeneratorType, map, filter, zip, *(type(getattr({}, name)()) for name in ("keys", "values", "items")))
 
 
@@ -206,7 +207,7 @@ def _with_memory(fn: Any, places: Collection[int | str], *args: Any, **options: 
     def given(place: int | str, value: Any) -> Any:
         if place in places:
             return with_memory(value, name)
-        return held_of(value) if name == "ctc_loss" else value  # its targets may be on the CPU
+        return held_of(value) if place in _MAY_BE_ELSEWHERE and args and is_device_tensor(args[0]) else value
 
     return fn(*(given(i, value) for i, value in enumerate(args)), **{key: given(key, value) for key, value in options.items()})
 

@@ -17,6 +17,7 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
+from spmd.device._host_copies import is_host_copy
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
 from spmd.program.find._discover import Reachable
@@ -32,9 +33,8 @@ from spmd.program.trace._captured import Captured, Guarded, PythonWrites, TraceI
 from spmd.program.trace._data_assignment import DataAssignments
 from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import Gradients
-from spmd.program.trace._host_values import no_host_random, no_host_writes
+from spmd.program.trace._host_effects import no_host_random, no_host_writes
 from spmd.program.trace._known_inputs import KnownInputs
-from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._results import note_gradients, show_held
 from spmd.program.trace._topology_tensors import waiting_for_topology
 from spmd.program.trace._trace import TorchState, Trace, TraceOptions
@@ -82,7 +82,7 @@ def capture(
     given = [t for t in bound if is_device_tensor(t)]
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *buffers]
     waiting = waiting_for_topology(reachable)
-    arg_values = [waiting.get(b) or b.raw() for b in buffers] + [stored_values(t) for t in hosts]
+    arg_values: list[Any] = [waiting.get(b) or b.raw() for b in buffers] + [buffer_of(t.held).host for t in bound if is_host_copy(t)]
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
     before, counters = versions_of([*found.device_tensors(), *given]), equal_counters(found.optimizers, are_shared=settings.share_counters)
     with (
@@ -102,7 +102,7 @@ def capture(
             TraceOptions(keep_grads, debug_nans, likely_platform(reachable)),
             TorchState(optim, gradients, flags, memory, counters),
             numbers,
-            None if is_stacked else KnownInputs([*buffers, *hosts]),
+            None if is_stacked else KnownInputs([*buffers, *arg_values[len(buffers) :]]),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers, *trace.arguments.held], shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
