@@ -7,7 +7,7 @@ With `_jax_executables` this is the only file of `spmd` that uses private names 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -190,13 +190,16 @@ def known_value(value: Any, is_input: Callable[[Any], bool], of: Callable[[Any],
         return jax.jit(lambda: of(_evaluated([value], rest, _itself, known)[0]))()
 
 
-def derived(value: Any, is_input: Callable[[Any], bool], known: Callable[[Any], Any]) -> tuple[list[Any], Any] | None:
+def derived(
+    value: Any, is_input: Callable[[Any], bool], known: Callable[[Any], Any], ends: Collection[int] = ()
+) -> tuple[list[Any], Any] | None:
     """The inputs that a tracer depends on, and a closed jaxpr that computes it from them; None if the value of one is unknown.
 
     Args:
         value: a tracer.
         is_input: whether a constant of the trace will be an input of the program. Its arguments are inputs.
         known: returns the value of an input (an array, or the tracer of an argument), or None if it is unknown.
+        ends: ids of variables that count as arguments, although the trace computes them.
     """
     inputs: dict[int, tuple[Any, Any]] = {}
 
@@ -207,7 +210,7 @@ def derived(value: Any, is_input: Callable[[Any], bool], known: Callable[[Any], 
             inputs[id(atom)] = atom, known(atom)
         return inputs[id(atom)][1] is not None
 
-    listed = _ancestry(value, is_known)
+    listed = _ancestry(value, is_known, ends)
     if listed is None:
         return None
 
@@ -226,14 +229,14 @@ def evaluated(closed: Any, given: Sequence[Any]) -> Any:
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *map(jax.numpy.asarray, given))[0]
 
 
-def _ancestry(value: Any, accepts: Callable[[Any], bool]) -> list[Any] | None:
-    """The equations that compute a tracer, in order; None if one has effects, or if `accepts` refuses one of their inputs."""
+def _ancestry(value: Any, accepts: Callable[[Any], bool], ends: Collection[int] = ()) -> list[Any] | None:
+    """The equations that compute a tracer, in order; None if one has effects, or if `accepts` refuses an input. `ends`: see `derived`."""
     equations: dict[int, Any] = {}
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:  # no recursion: a trace is thousands of equations deep
         tracer, are_operands_done = waiting.pop()
         equation = getattr(tracer, "parent", None)
-        if equation is None:
+        if equation is None or id(variable_of(tracer)) in ends:
             if not accepts(_atom(tracer)):
                 return None
         elif equation.effects:
@@ -353,13 +356,14 @@ def _evaluated(values: list[Any], equations: list[Any], of: Callable[[Any], Any]
     Args:
         values: tracers.
         equations: in the order in which they run.
-        of: returns the value of an array, or of a tracer that is the result of no equation.
+        of: returns the value of an array, or of a tracer that is the result of none of the equations.
         known: values of variables, by `id`, which may have size 1 along some dims. If there are any, all equations are elementwise.
     """
     found = dict(known)
 
     def read(tracer: Any) -> Any:
-        return of(_atom(tracer)) if getattr(tracer, "parent", None) is None else found[id(tracer.val)]
+        number = id(variable_of(tracer))
+        return found[number] if number in found else of(_atom(tracer))
 
     for equation in equations:
         operands = [read(operand) for operand in equation.in_tracers]

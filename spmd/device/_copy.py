@@ -38,6 +38,7 @@ from spmd.device._storage import (
     wrap_unset,
 )
 from spmd.device._trace_lock import retried
+from spmd.device._uploaded import may_follow
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
@@ -188,9 +189,25 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
     return fetched(value).reshape(()).item()
 
 
+def fills_on_host(self: torch.Tensor, value: Any) -> bool:
+    """Fill a flag or counter with a Python number on the host, in eager code: a program that reads it later knows its value.
+
+    Returns:
+        False for other tensors and in a trace, and nothing is done.
+    """
+    buffer = buffer_of(self)
+    is_flag = buffer.dropped is None and is_whole(self, buffer) and may_follow(buffer) and type(value) in (bool, int, float)
+    if not is_flag or is_tracing() or recording.get() is not None:
+        return False
+    copy_from(torch.empty(tuple(self.shape), dtype=self.dtype).fill_(value), self)
+    return True
+
+
 def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`. It reads no value, so it also works on a gradient whose value was dropped."""
     buffer = buffer_of(self)
+    if fills_on_host(self, 0):
+        return self
     with exact_dtypes():
         placed = filled_sharding(self)
         zeros = jnp.zeros(tuple(self.shape) if placed is None else buffer.stored, to_numpy_dtype(self.dtype), device=placed)

@@ -249,6 +249,7 @@ def _is_in_place(op: OpOverload) -> bool:
 def _in_place_kernel(adapter: Adapter) -> Any:
     # These do not read the old value, so XLA cannot infer from an operand that the result is sharded.
     fills = adapter.lowering.random or adapter.op._schema.name in ("aten::fill", "aten::fill_")
+    is_number = adapter.op._schema.name in ("aten::fill", "aten::fill_") and adapter.op._overloadname == "Scalar"
     is_checked = adapter.lowering.pointwise or adapter.name in WRITES_APART
 
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -260,6 +261,8 @@ def _in_place_kernel(adapter: Adapter) -> Any:
                 require_apart(adapter.name, self)
         if is_checked:
             check_overlap(adapter.name, self, args)
+        if is_number and _copy.fills_on_host(self, *args, **kwargs):
+            return self
         with exact_dtypes():
             value = adapter.arrays((self, *args), kwargs, _copy.filled_sharding(self) if fills else None)
             if value.shape not in (tuple(self.shape), buffer_of(self).stored):

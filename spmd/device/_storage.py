@@ -89,6 +89,8 @@ class Recorder(Protocol):
     def known_value(self, value: Any) -> Any:
         """A traced value, computed on the host from inputs that it knows, or None. The program gets a guard on the value."""
 
+    def known_number(self, value: Any) -> Any: ...  # a 0-dim value as a number that varies, if it does; else None
+
     def known_count(self, value: Any) -> int | None:
         """The same for an integer, if this trace treats integers as Python ints."""
 
@@ -105,9 +107,7 @@ class Recorder(Protocol):
         """Add a check to the program that the 0-dim `flag` is not set. Returns False if no check can be added here."""
         ...
 
-    def random_state(self) -> tuple[Any, int]:
-        """The words of the random state, and the default stream's number of draws at that state."""
-        ...
+    def random_state(self) -> tuple[Any, int]: ...  # its words, and the default stream's number of draws at that state
 
     def laid_out(self, spec: mesh.ShardingSpec) -> None:
         """Record that a value was constrained to the layout `spec`."""

@@ -8,6 +8,7 @@ for which no program is specialized.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from spmd.device._storage import Buffer
 
+_MAX_FOLLOWED = 16  # elements of an integer or bool tensor whose writes the host follows: flags and counters
 _MAX_ELEMENTS = 1 << 18  # of an array whose values are kept; larger than a batch of tokens
 _sent: dict[int, tuple[weakref.ref[Any], np.ndarray[Any, Any]]] = {}  # by id of the array
 
@@ -46,6 +48,12 @@ def kept(host: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
     return host if _is_kept(host) else None
 
 
+def may_follow(value: Any) -> bool:
+    """Whether an array or buffer may be a flag or counter, whose values the host follows."""
+    size = math.prod(value.shape)
+    return (value.dtype.kind in "biu" and size <= _MAX_FOLLOWED) or (size == 1 and jnp.issubdtype(value.dtype, jnp.floating))
+
+
 def window(host: np.ndarray[Any, Any] | None, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> np.ndarray[Any, Any] | None:
     """The values of a view of a storage whose values are `host`; strides and offset are in elements. None if they are not known."""
     if host is None or not host.flags.c_contiguous:
@@ -58,4 +66,4 @@ def _is_kept(host: np.ndarray[Any, Any]) -> bool:
     return (host.dtype.kind in "biu" and host.size <= _MAX_ELEMENTS) or (host.size == 1 and jnp.issubdtype(host.dtype, jnp.floating))
 
 
-__all__ = ["host_values", "kept", "note_sent", "sent", "window"]
+__all__ = ["host_values", "kept", "may_follow", "note_sent", "sent", "window"]

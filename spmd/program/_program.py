@@ -297,9 +297,9 @@ class Program(Executable):
             hosts: the CPU tensors among the arguments.
         """
         captured = self.captured
-        captured.inputs.numbers.refresh(numbers)
         if captured.inputs.known is not None:
             captured.inputs.known.refresh([*buffers, *hosts])
+        captured.inputs.numbers.refresh(numbers)
         if self.mesh is None:
             state = self.written if self.written.buffers else self.read
             over = mesh_of(state.buffers[0].value) if state.first_has_changed() else None

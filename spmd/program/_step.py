@@ -40,12 +40,12 @@ from spmd.program.find._discover import reachable
 from spmd.program.find._static import name_of
 from spmd.program.flow._repeat import first_of_stack
 from spmd.program.optim._preparation import OptimizerStates, prepare_state
-from spmd.program.reads import PartPlace, changes, uncollected
+from spmd.program.reads import uncollected
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._guards import guard_configured_checks
 from spmd.program.reuse._program_cache import ProgramCache
 from spmd.program.reuse._retrace_log import log_retrace
-from spmd.program.reuse._signature import Signature, changed_positions, changed_signature, signature
+from spmd.program.reuse._signature import Signature, changed_signature, signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.stored import NotHere, TraceStore
 from spmd.program.trace._capture import capture
@@ -53,6 +53,7 @@ from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
 from spmd.program.trace._trace_settings import TraceSettings
+from spmd.program.trace._varying_inputs import VaryingInputs
 from spmd.program.trace._whole_batch import whole_batch
 from spmd.program.xla import _hlo
 from spmd.program.xla._cached_executables import CachedExecutable
@@ -85,8 +86,7 @@ class Step(CopiedStep, Generic[P, R]):
         self._latest: Program | None = None
         self._latest_key: Any = None
         self._settings = TraceSettings()
-        self._varying_arguments: dict[Any, set[int]] = {}
-        self._changed: dict[Any, PartPlace] = {}  # Python numbers and objects that were others at a later trace; the numbers are inputs
+        self._varying = VaryingInputs()
         self._loaded: dict[str, CachedExecutable] = {}
         self._loaded_from = ""
         self.retraces: list[str] = []
@@ -189,8 +189,7 @@ class Step(CopiedStep, Generic[P, R]):
                             require_same(self._name, program.captured, self._traced(call, settings)[0])
                         return program, call
                     failed = failed or reason
-                    if not settings.has_constant_numbers:
-                        self._changed.update((place.token, place) for place in changes(program.captured.guarded.places))
+                    self._varying.note(program.captured, settings)
                 if failed is None and self._latest_key is not None:
                     failed = changed_signature(self._latest_key, call.key)
                 return self._new(args, kwargs, call, failed, settings, is_beside)
@@ -198,16 +197,15 @@ class Step(CopiedStep, Generic[P, R]):
                 before, settings = settings, again.other_settings(settings)
                 if settings == before:
                     raise
+                settings = self._varying.limited(settings, before)
                 self._settings = settings.of_step()
-                if settings.has_constant_numbers:
-                    self._changed.clear()
-                    self._varying_arguments.clear()
 
     def _new(
         self, args: Any, kwargs: Any, call: Signature, failed: str | None, settings: TraceSettings, is_beside: bool
     ) -> tuple[Program, Signature]:
         """Trace, compile and cache a program. `failed`: why no cached program is valid; None if there was none."""
-        if not settings.has_constant_numbers and not self._programs.of(call.key) and self._note_numbers(call.key):
+        is_new = not settings.has_constant_numbers and not self._programs.of(call.key)
+        if is_new and self._varying.note_arguments(self._programs.keys(), call.key):
             call = self._signature(args, kwargs)
         program, num_traces = self._compiled(call, failed, settings, is_beside)
         captured = program.captured
@@ -235,7 +233,7 @@ class Step(CopiedStep, Generic[P, R]):
         """
         self._require_may_trace(failed)
         # what has changed is an input: a stored trace in which it is a constant would be found again for every other value
-        store = TraceStore.of(self._fn, self._name, self._options, call, self._changed.values(), client())
+        store = TraceStore.of(self._fn, self._name, self._options, call, self._varying, client())
         try:
             return self._made(call, failed, settings, is_beside, store)
         except NotHere:  # the executable of a stored trace is for other shardings, or damaged
@@ -263,17 +261,8 @@ class Step(CopiedStep, Generic[P, R]):
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
         settings, state, reached = self._settings, self._programs.state, self._programs.reached
-        varying, is_stack = self._varying_arguments, self._options.steps_per_call > 1
+        varying, is_stack = self._varying.arguments, self._options.steps_per_call > 1
         return signature(args, kwargs, state, settings.holders, varying, settings.attributes, reached, is_stack)
-
-    def _note_numbers(self, key: Any) -> bool:
-        """Make numbers among the arguments inputs if a cached program differs from this call in them alone. Whether there are any."""
-        for other in self._programs.keys():  # noqa: SIM118 - iterating over the cache gives programs
-            positions = changed_positions(other, key)
-            if positions:
-                self._varying_arguments.setdefault(key[0], set()).update(positions)
-                return True
-        return False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind to an instance, as a function in a class does."""
@@ -313,7 +302,7 @@ class Step(CopiedStep, Generic[P, R]):
                     keep_grads=options.keep_grads,
                     debug_nans=options.debug_nans,
                     is_stacked=options.steps_per_call > 1,
-                    changed=list(self._changed.values()),
+                    varying=self._varying,
                     arguments=call.numbers,
                 )
             if options.check_indices is None and store.found is None:

@@ -192,3 +192,25 @@ def an_index_that_counts(device: str, wrap: Any, changed: bool) -> Values:
         return x * table[counted.count] + x[:, : counted.count % 4 + 1].sum()
 
     return [*calls(wrap(step), device, 4), counted.count]
+
+
+@case
+def a_counter_in_a_buffer(device: str, wrap: Any, changed: bool) -> Values:
+    module = nn.Module()
+    module.register_buffer("at", torch.tensor(2 if changed else 0))
+    module.register_buffer("queue", torch.zeros(8))
+    module.to(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        at = int(module.at)
+        module.queue[at : at + 2] = x[0, :2]
+        module.at.fill_((at + 2) % 8)
+        return module.queue.clone()
+
+    return [*calls(wrap(step), device, 6), module.at.clone(), module.queue.clone()]
+
+
+@case
+def an_integer_of_a_tensor_argument(device: str, wrap: Any, changed: bool) -> Values:
+    step = wrap(lambda x, n: x * int(n[0]))
+    return [step(inputs(device), torch.tensor([i + 3 * changed, 1], device=device)) for i in range(4)]

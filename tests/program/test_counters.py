@@ -1,104 +1,212 @@
-"""Step counters that are equal are one in a compiled program, and stay right when they are not. See Note [Equal counters]."""
-
-from __future__ import annotations
+"""Counters in buffers and tensors among the arguments that Python reads as numbers: two traces, one more for each branch."""
 
 import copy
+import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
+from torch import nn
 
 import spmd
-from spmd.device._storage import buffer_of
-from tests.oracle import assert_same_model, descend
-
-ADAM: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-}
-X = torch.linspace(-1, 1, 12).reshape(3, 4)
+from tests.oracle import assert_same, batch
 
 
-def pair() -> tuple[nn.Sequential, nn.Sequential]:
-    torch.manual_seed(0)
-    host = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    return host, copy.deepcopy(host).to("jax")
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("pair", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("scale", torch.zeros(1))
+        self.register_buffer("queue", torch.zeros(8))
+        self.weight = nn.Parameter(torch.ones(3))
+        self.last: Any = None
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: descend(model, optimizer, x)
+def queue(m: Any, x: torch.Tensor) -> Any:
+    """As MoCo keeps its negatives."""
+    at = int(m.n)
+    m.queue[at : at + 2] = x[:2]
+    at = (at + 2) % 8
+    m.n.fill_(at)
+    return m.queue.clone()
 
 
-def counters(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [buffer_of(s["step"]).value for s in optimizer.state.values()]
+def queue_with_an_item_pointer(m: Any, x: torch.Tensor) -> Any:
+    at = int(m.pair[0])
+    m.queue[at % 8] += x[0]
+    m.pair[0] = at + 3
+    return m.queue.clone()
 
 
-@pytest.mark.parametrize("name", ADAM)
-def test_training_equals_torch_with_one_executable(name: str) -> None:
-    host, device = pair()
-    on_host = step_of(host, ADAM[name](host.parameters()))
-    on_device = spmd.compile(step_of(device, ADAM[name](device.parameters())))
-    for _ in range(5):
-        assert on_device(X.to("jax")).item() == pytest.approx(on_host(X).item(), rel=1e-5)
-    assert_same_model(device, host)
-    assert (on_device.num_executables, on_device.retraces) == (1, [])
+def warm_average(m: Any, x: torch.Tensor) -> Any:
+    """As averages of parameters are warmed up."""
+    decay = min(0.9, (1 + m.n.item()) / (10 + m.n.item()))
+    m.n.add_(1)
+    m.queue[:3].mul_(decay).add_(x * (1 - decay))
+    return m.queue.clone()
 
 
-def test_parameters_share_one_counter_and_its_bias_corrections() -> None:
-    _, device = pair()
-    optimizer = ADAM["AdamW"](device.parameters())
-    step = spmd.compile(step_of(device, optimizer))
-    step(X.to("jax"))
-    assert len(set(map(id, counters(optimizer)))) == 1
-    assert step.hlo().count(" power(") <= 3  # two of beta ** step, one square root
+def cosine(m: Any, x: torch.Tensor) -> Any:
+    m.n += 1
+    return x * (0.5 * (1 + math.cos(math.pi * int(m.n) / 10)))
 
 
-def test_counters_set_apart_between_steps_are_seen() -> None:
-    host, device = pair()
-    optimizers = ADAM["AdamW"](host.parameters()), ADAM["AdamW"](device.parameters())
-    on_host, on_device = step_of(host, optimizers[0]), spmd.compile(step_of(device, optimizers[1]))
-    for number in range(4):
-        if number == 2:
-            for optimizer in optimizers:
-                next(iter(optimizer.state.values()))["step"].fill_(40.0)
-        on_host(X)
-        on_device(X.to("jax"))
-    assert_same_model(device, host)
-    assert on_device.num_executables == 2
-    assert "step counters" in on_device.retraces[0]
+def running_mean(m: Any, x: torch.Tensor) -> Any:
+    m.n += 1
+    with torch.no_grad():
+        m.weight.lerp_(x, 1 / int(m.n))
+    return m.weight.detach().clone()
 
 
-def test_counters_of_parameters_that_take_turns() -> None:
-    """Two programs of one optimizer: in one of them half the parameters have no gradient, so their counters stand still."""
-    host, device = pair()
-    calls: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-    for model, compiled in ((host, False), (device, True)):
-        optimizer = ADAM["AdamW"](model.parameters())
-        whole = step_of(model, optimizer)
-
-        def half(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
-            optimizer.zero_grad()
-            model[2](torch.cat([x, x[:, :1]], dim=1)).square().mean().backward()
-            optimizer.step()
-
-        calls.append((spmd.compile(whole), spmd.compile(half)) if compiled else (whole, half))
-    for number in (0, 1, 1, 0, 1, 0, 0):
-        calls[0][number](X)
-        calls[1][number](X.to("jax"))
-        assert_same_model(device, host)
+def named(m: Any, x: torch.Tensor) -> Any:
+    m.n += 1
+    m.last = f"{int(m.n):05d}.pt"
+    return x, f"step {m.n.item()}"
 
 
-def test_eager_step_after_a_compiled_one() -> None:
-    host, device = pair()
-    on_host = step_of(host, ADAM["AdamW"](host.parameters()))
-    eager = step_of(device, ADAM["AdamW"](device.parameters()))
-    compiled = spmd.compile(eager)
-    for call in (compiled, eager, compiled, compiled, eager):
-        on_host(X)
-        call(X.to("jax"))
-    assert_same_model(device, host)
-    assert compiled.num_executables == 1
+def returned(m: Any, x: torch.Tensor) -> Any:
+    m.n += 1
+    m.last = int(m.n) * 2
+    return int(m.n), m.n.item(), float(m.n), m.n.tolist()
+
+
+def positions(m: Any, x: torch.Tensor) -> Any:
+    at = int(m.n)
+    m.n += 2
+    return torch.arange(at, at + 3, device=x.device), torch.roll(x, at), torch.full((2,), at, device=x.device)
+
+
+def whole_float(m: Any, x: torch.Tensor) -> Any:
+    m.scale += 0.5
+    return x * float(m.scale), round(float(m.scale)), divmod(float(m.scale), 2)
+
+
+def listed(m: Any, x: torch.Tensor) -> Any:
+    m.pair += 1
+    first, second = m.pair.tolist()
+    return x * second, first + second
+
+
+def written_and_read_again(m: Any, x: torch.Tensor) -> Any:
+    m.pair[0] = int(m.n) * 2
+    m.n += 1
+    return x * int(m.pair[0])
+
+
+def beyond_int32(m: Any, x: torch.Tensor) -> Any:
+    m.n.mul_(1000).add_(7)
+    return int(m.n), x * (int(m.n) % 5)
+
+
+COUNTERS: tuple[Callable[[Any, torch.Tensor], Any], ...] = (
+    *(queue, queue_with_an_item_pointer, warm_average, cosine, running_mean, named, returned, positions, whole_float, listed),
+    *(written_and_read_again, beyond_int32),
+)
+
+
+def assert_alike(got: Any, want: Any) -> None:
+    if isinstance(want, torch.Tensor):
+        assert_same(got, want)
+    elif isinstance(want, (tuple, list)):
+        for one, other in zip(got, want, strict=True):
+            assert_alike(one, other)
+    else:
+        assert got == want and type(got) is type(want)
+
+
+def assert_same_state(device: Counting, host: Counting) -> None:
+    for name, value in host.state_dict().items():
+        assert_same(device.state_dict()[name], value)
+    assert_alike(device.last, host.last)
+
+
+@pytest.mark.parametrize("fn", COUNTERS, ids=lambda fn: fn.__name__)
+def test_a_counter_that_python_reads_is_a_number_that_varies(fn: Callable[[Any, torch.Tensor], Any]) -> None:
+    host = Counting()
+    device = copy.deepcopy(host).to("jax")
+    step = spmd.compile(lambda x: fn(device, x))
+    for i in range(6):
+        if i == 4:  # eager code resets it
+            for m in (host, device):
+                m.n.zero_()
+        x = batch(3, seed=i)
+        assert_alike(step(x.to("jax")), fn(host, x))
+        assert_same_state(device, host)
+    assert step.num_traces == 2
+
+
+def test_a_branch_on_a_counter_selects_among_programs() -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.n += 1
+        return x * int(m.n) if int(m.n) % 3 == 0 else x + int(m.n)
+
+    host = Counting()
+    device = copy.deepcopy(host).to("jax")
+    step = spmd.compile(lambda x: fn(device, x))
+    for i in range(9):
+        assert_same(step(batch(3, seed=i).to("jax")), fn(host, batch(3, seed=i)))
+    assert step.num_traces == 3
+
+
+def test_a_size_that_a_counter_decides_has_a_program_for_each() -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.n.fill_((m.n + 1) % 3)
+        return x[: int(m.n) + 1].sum()
+
+    host = Counting()
+    device = copy.deepcopy(host).to("jax")
+    step = spmd.compile(lambda x: fn(device, x))
+    for i in range(7):
+        assert_same(step(batch(3, seed=i).to("jax")), fn(host, batch(3, seed=i)))
+    assert step.num_traces == 3
+
+
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["CPU", "device"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, n: x * int(n[0]),
+        lambda x, n: (x.roll(n[1].item()), float(n[0])),
+        lambda x, n: x * (1 - 0.5 ** int(n[0])),
+        lambda x, n: x * sum(n.tolist()),
+        lambda x, n: [int(part) for part in n],
+    ],
+    ids=["factor", "roll", "power", "list", "iterated"],
+)
+def test_integers_of_a_tensor_argument_are_numbers_that_vary(fn: Callable[..., Any], is_on_device: bool) -> None:
+    step, x = spmd.compile(fn), batch(3)
+    for i in range(5):
+        n = torch.tensor([i, i + 1])
+        assert_alike(step(x.to("jax"), n.to("jax") if is_on_device else n), fn(x, n))
+    assert step.num_traces == 2
+
+
+def test_a_counter_that_eager_code_computes_on_the_device_is_refused() -> None:
+    device = Counting().to("jax")
+    step = spmd.compile(lambda x: queue(device, x))
+    for _ in range(3):
+        step(batch(3).to("jax"))
+    device.n.add_(torch.tensor(2, device="jax"))
+    with pytest.raises(spmd.TraceError, match="needed as a Python number"):
+        step(batch(3).to("jax"))
+    device.n.fill_(2)
+    step(batch(3).to("jax"))
+    assert int(device.n) == 4
+
+
+def test_a_library_that_needs_an_int_gets_the_counters_value() -> None:
+    """Only numbers of counters are constants then: others go on to vary."""
+
+    def fn(m: Any, x: torch.Tensor, by: float) -> torch.Tensor:
+        m.n += 1
+        text = json.dumps([int(m.n)])
+        return x * by + len(text)
+
+    host = Counting()
+    device = copy.deepcopy(host).to("jax")
+    step = spmd.compile(lambda x, by: fn(device, x, by))
+    for i in range(4):
+        assert_same(step(batch(3).to("jax"), i * 0.5), fn(host, batch(3), i * 0.5))

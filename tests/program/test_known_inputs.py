@@ -364,11 +364,11 @@ def test_a_check_is_made_on_the_device_and_makes_no_program_for_values() -> None
 
 
 def test_values_that_change_obey_the_budget_of_retraces() -> None:
-    step = spmd.compile(lambda x, n: x[: n.tolist()], max_retraces=2, on_retrace="error")
+    step = spmd.compile(lambda x, n: x[: n.tolist()].clone(), max_retraces=2, on_retrace="error")
     x = batch(6).to("jax")
     step(x, torch.tensor(1).to("jax"))
     step(x, torch.tensor(2).to("jax"))
-    with pytest.raises(spmd.TraceError, match=r"tensor argument 1 \(int64\[\]\) changed from 2 to 3"):
+    with pytest.raises(spmd.TraceError, match="a number that the program depends on changed from 2 to 3"):
         step(x, torch.tensor(3).to("jax"))
 
 

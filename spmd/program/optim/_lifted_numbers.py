@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from spmd.base._jax import variable_of
 from spmd.device._numbers import lifted, of_settings
 from spmd.device._storage import once
 from spmd.program.reads import INPUT, LENGTH, NumberPlace, Numbers, Varying, with_inputs
@@ -47,7 +48,15 @@ class LiftedNumbers:
         optimizers: list[torch.optim.Optimizer],
         varying: Sequence[NumberPlace] = (),
         arguments: Mapping[int, int | float] = MappingProxyType({}),
+        has_known: bool = False,
     ) -> None:
+        """
+        Args:
+            optimizers: those that the function can reach.
+            varying: the places of numbers that vary.
+            arguments: the numbers among the arguments that vary, by position.
+            has_known: whether integers of inputs whose values the host knows vary.
+        """
         self.slots: list[tuple[dict[Any, Any], Any, int | None]] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -63,7 +72,7 @@ class LiftedNumbers:
         self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
         for slot, path in now:
             self._paths.setdefault(slot, []).append(path)
-        self._capacity = _CAPACITY if varying or arguments else 0
+        self._capacity = _CAPACITY if varying or arguments or has_known else 0
         self._settings = _OfSettings(4 * len(self.slots))
         self.size = len(self.slots) + self._capacity + self._settings.capacity
         self._arguments = dict(arguments)
@@ -120,6 +129,14 @@ class LiftedNumbers:
     def argument(self, index: int) -> Varying:
         """The placeholder of the number argument `index` in a trace."""
         return Varying(self._used, lambda: self._arguments[index])
+
+    def known(self, evaluate: Callable[[], Any]) -> Varying:
+        """A number that each call computes from inputs whose values the host knows."""
+        return Varying(self._used, evaluate)
+
+    def elements(self) -> dict[int, Callable[[], Any]]:
+        """The functions that compute the numbers that vary and that the trace has used, by id of the variable of each."""
+        return {id(variable_of(array)): evaluate for array, evaluate in zip(self._used.arrays, self._used.inputs, strict=True)}
 
     def _as_input(self, vector: Any, key: Any) -> Any:
         """The element of `vector` for the number `key`, which is computed from settings; None if the section is full."""

@@ -304,8 +304,7 @@ class _InitialStateRecorder:
     def known_value(self, value: Any) -> None:
         return None
 
-    def known_count(self, value: Any) -> None:
-        return None
+    known_number = known_count = known_value
 
     def each_call(self, tensor: torch.Tensor, look: Any) -> None:
         """No check: this trace has no arguments."""

@@ -45,6 +45,7 @@ from spmd.program.reads._enumerations import note_lookup
 from spmd.program.reads._hidden_state import IN_MEMORY, is_output
 from spmd.program.reads._imports import note_import, note_named_import
 from spmd.program.reads._journal import is_environment
+from spmd.program.reads._known_items import for_known_items
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._logging_calls import note_logging
 from spmd.program.reads._membership import lookup
@@ -207,7 +208,8 @@ def _library_object(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Non
 
 def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
-    instead = for_pending(recording, fn, args, _takes_varying, _record) or with_key_function(recording, fn, args)
+    instead = for_known_items(fn, args) or for_pending(recording, fn, args, _takes_varying, _record)
+    instead = instead or with_key_function(recording, fn, args)
     if (instead := instead or with_readers(recording, fn, args)) is not None:
         return instead
     if (instead := _call_with_varying(recording, fn, args)) is not None:

@@ -52,6 +52,7 @@ class Numbers:
     Attributes:
         is_tracing: whether a trace runs.
         inputs: functions that compute the inputs, in the order of the vector's elements.
+        arrays: these elements, during a trace.
         on_branch: called with (key, evaluate, outcome) of each guard.
         numpy_errors: how numpy handled errors when the trace began.
     """
@@ -59,6 +60,7 @@ class Numbers:
     def __init__(self, capacity: int) -> None:
         """`capacity` is the largest number of inputs."""
         self.inputs: list[Evaluate] = []
+        self.arrays: list[Any] = []
         self._capacity = capacity
         self.is_tracing, self.numpy_errors = False, np.geterr()
         self._element: Callable[[int], Any] = lambda index: None
@@ -71,7 +73,7 @@ class Numbers:
             on_branch: called with (key, evaluate, outcome): the program is valid while `evaluate()` gives `outcome`.
             element: gives the traced value of one element of the vector.
         """
-        self.inputs.clear()
+        self.inputs, self.arrays = [], []
         self.is_tracing, self.numpy_errors = True, np.geterr()
         self.on_branch, self._element = on_branch, element
 
@@ -82,7 +84,7 @@ class Numbers:
 
     def stop(self) -> None:
         """End the trace, and drop all that belongs to it."""
-        self.is_tracing = False
+        self.is_tracing, self.arrays = False, []
         self.on_branch, self._element = (lambda key, evaluate, outcome: None), (lambda index: None)
 
     def traced(self, number: Varying) -> torch.SymFloat | float | int | bool:
@@ -95,6 +97,7 @@ class Numbers:
             return number.concrete()
         self.inputs.append(evaluate)
         array = self._element(len(self.inputs) - 1)
+        self.arrays.append(array)
         return lifted(array, evaluate, self.on_branch, integral=isinstance(value, int))
 
 

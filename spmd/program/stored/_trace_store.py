@@ -13,7 +13,7 @@ import collections
 import logging
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,7 @@ from spmd.program.stored._paths import Search
 from spmd.program.stored._pickled import NotHere, read, written
 from spmd.program.stored._surroundings import digest_of
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._varying_inputs import VaryingInputs
 from spmd.program.xla._cached_executables import Cached, look_up
 from spmd.program.xla._compilation import Compilation, CompileRequest, Lookup, Making
 
@@ -144,20 +145,22 @@ class TraceStore:
         self.found: StoredTrace | None = None
 
     @staticmethod
-    def of(fn: Any, name: str, options: Options, call: Signature, changed: Iterable[PartPlace], client: Any) -> TraceStore:
+    def of(fn: Any, name: str, options: Options, call: Signature, varying: VaryingInputs, client: Any) -> TraceStore:
         """The store for a call. It stores nothing if the cache is not in use, or if the arguments cannot be described.
 
         Args:
             fn, name, options: of the step.
             call: the signature of the call.
-            changed: the places that were others at a later trace. A trace is found only for the same ones.
+            varying: what was another number or object at a later trace. A trace is found only for the same places.
             client: jax's client of the devices.
         """
         keep_programs_by_default()
         if files_in_use() is None or options.check:
             return TraceStore()
         try:
+            changed = varying.places.values()
             places = sorted(f"{place.entry.key!r}, {place.path}, {place.kind.__qualname__}" for place in changed if _has_name(place))
+            places.append(f"{len(varying.counters)} counters")
             key, objects = digest_of(fn, name, options, (call.key, tuple(places)), client)
         except NotStorable as error:
             _log.debug("the trace of %s is not stored: it depends on %s", name, error)

@@ -48,6 +48,7 @@ class TraceRecorder:
         met: ids of dicts of optimizer state that the function itself read or wrote.
         early: optimizers whose state the function read or wrote before they stepped.
         copies_leave: copies to the host may leave the function.
+        as_number: makes a number that varies of a function that computes it in every call.
         has_counts: integers that the host knows become Python ints; otherwise `counts` collects the integers that were asked for.
     """
 
@@ -86,6 +87,7 @@ class TraceRecorder:
     has_counts: bool = False
     counts: list[Any] = field(default_factory=list[Any])
     copies_leave: bool = False
+    as_number: Callable[[Callable[[], Any]], Any] = lambda evaluate: None
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer begins a step."""
@@ -157,6 +159,10 @@ class TraceRecorder:
 
     def known_value(self, value: Any) -> Any:
         return None if self.known is None else self.known.known_value(value, self.reads)
+
+    def known_number(self, value: Any) -> Any:
+        evaluate = None if self.known is None else self.known.number(value, self.reads)
+        return None if evaluate is None else self.as_number(evaluate)
 
     def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
         if self.known is not None:

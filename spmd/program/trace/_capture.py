@@ -39,6 +39,7 @@ from spmd.program.trace._results import note_gradients, show_held
 from spmd.program.trace._topology_tensors import waiting_for_topology
 from spmd.program.trace._trace import TorchState, Trace, TraceOptions
 from spmd.program.trace._trace_settings import TraceSettings
+from spmd.program.trace._varying_inputs import VaryingInputs
 from spmd.program.xla._jaxpr import with_constants_first
 from spmd.program.xla._target import likely_platform
 
@@ -60,7 +61,7 @@ def capture(
     keep_grads: bool,
     debug_nans: bool,
     is_stacked: bool,
-    changed: Sequence[PartPlace],
+    varying: VaryingInputs,
     arguments: dict[int, int | float],
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
@@ -69,15 +70,15 @@ def capture(
         found, settings: what the function can reach, with prepared optimizers; the settings that earlier traces have found.
         keep_grads, debug_nans: see `TraceOptions`.
         is_stacked: each argument is the first element of a stack, and results will be stacked.
-        changed, arguments: places with other numbers (inputs) or objects in every call; numbers among the arguments, by position.
+        varying, arguments: what is another number or object in every call; such numbers among the arguments, by position.
 
     Raises:
         TraceAgain: the function must be traced with other settings.
         TraceError: Python needs a value that is known only when the program runs.
     """
     flat = flatten((args, kwargs), classes=found.holders)
-    unfilled = EmptyContainers(flat.leaves)
-    numbers = LiftedNumbers(found.optimizers, [place for place in changed if isinstance(place, NumberPlace)], arguments)
+    unfilled, changed, known = EmptyContainers(flat.leaves), [*varying.places.values()], varying.counters
+    numbers = LiftedNumbers(found.optimizers, [place for place in changed if isinstance(place, NumberPlace)], arguments, bool(known))
     bound, buffers, hosts = bind([numbers.argument(i) if i in arguments else v for i, v in enumerate(flat.leaves)])
     given = [t for t in bound if is_device_tensor(t)]
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *buffers]
@@ -102,7 +103,7 @@ def capture(
             TraceOptions(keep_grads, debug_nans, likely_platform(reachable)),
             TorchState(optim, gradients, flags, memory, counters),
             numbers,
-            None if is_stacked else KnownInputs([*buffers, *arg_values[len(buffers) :]]),
+            None if is_stacked else KnownInputs([*buffers, *arg_values[len(buffers) :]], known),
         )
         jaxpr = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers, *trace.arguments.held], shapes, *given))(
             list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()

@@ -47,9 +47,9 @@ class TraceInputs:
 
     def refresh(self, numbers: Mapping[int, int | float], arguments: Sequence[Argument]) -> None:
         """Update the inputs that guards read, before they are evaluated for a call with these numbers and arguments."""
-        self.numbers.refresh(numbers)
         if self.known is not None:
             self.known.refresh(arguments)
+        self.numbers.refresh(numbers)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ only on such inputs or constants, each call computes the new value on the host t
 float of one element, but only for whole numbers computed from whole numbers: other results are rounded, and a program does not round as the
 host does. Every other input that a program has written is unknown, and a read of its value is refused.
 
+An integer or float that Python asks for (`int(ptr)`) is a constant at first. If it was another one in a later call, each call computes it:
+a number that varies (`reads/_varying`), unless Python branches on it. The new value of a counter may depend on such numbers.
+
 Arguments that are indices are checked before each call if their values are known. The program does not depend on these values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -25,16 +28,17 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._jax import derived, evaluated, is_tracer
+from spmd.base._jax import derived, evaluated, is_tracer, variable_of
 from spmd.device._storage import Buffer
-from spmd.device._uploaded import host_values, kept, sent, window
+from spmd.device._uploaded import host_values, kept, may_follow, sent, window
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._memory_order import stored_values
 
-_MAX_FOLLOWED = 16  # elements of an integer or bool tensor whose writes the host follows: flags and counters
 _value = attrgetter("value")
 _today = attrgetter("today")
 Argument = Buffer | torch.Tensor | np.ndarray[Any, Any]  # of a device tensor; a CPU tensor, or a copy of its stored values
+Target = int | Buffer  # the position of an argument, or a buffer of the state
+Source = Target | Callable[[], Any]
 Values = tuple[np.ndarray[Any, Any] | None, ...]
 
 
@@ -74,6 +78,19 @@ class _Answer:
     value: np.ndarray[Any, Any]
 
 
+class KnownNumber:
+    """An integer or float that every call computes from known inputs, before it runs."""
+
+    def __init__(self, known: KnownInputs, answer: _Answer) -> None:
+        self._known, self._inputs, self._program = known, answer.inputs, answer.program
+
+    def __call__(self) -> Any:
+        given = [self._known.now[n] for n in self._inputs]
+        if any(host is None for host in given):
+            raise KeyError("an input was computed on the device")  # which `KnownInputs.guard` reports
+        return self._program(given).reshape(()).item()
+
+
 @dataclass
 class _ArgumentCheck:
     """A check of the values of an argument before each call.
@@ -105,22 +122,33 @@ class KnownInputs:
 
     Attributes:
         today: for each argument that such a value depends on, its values in the next call, or None if they are unknown.
-        followed: (target, sources, program) for each write that a call repeats on the host. Target and sources are state buffers or
-            positions of arguments.
+        now: for each source, its values in the next call, or None if they are unknown.
+        followed: (target, sources, program) for each write that a call repeats on the host. The target is a state buffer or the position
+            of an argument; the sources are such, or functions that compute a number that varies.
+        changed: sources of numbers that were others in a later call.
     """
 
-    def __init__(self, arguments: Sequence[Argument]) -> None:
-        """`arguments`: those on the device, then those on the CPU."""
+    def __init__(self, arguments: Sequence[Argument], varying: Collection[Target] = ()) -> None:
+        """
+        Args:
+            arguments: those on the device, then those on the CPU.
+            varying: sources of numbers that vary.
+        """
+        self._varying = set(map(_key, varying))
         self._hosts = list(map(_values_of, arguments))
         self._arguments = {id(argument): i for i, argument in enumerate(arguments)}
         self._tracers: Sequence[Any] = ()
         self._positions: dict[int, int] = {}  # position of an argument, by id of its tracer
-        self._sources: list[int | Buffer] = []  # by number: the position of an argument, or a buffer of the state
+        self._sources: list[Target] = []  # by number: the position of an argument, or a buffer of the state
         self._numbers: dict[int, int] = {}  # number of a source, by its `_key`
         self._last_values: list[np.ndarray[Any, Any]] = []
         self._answers: dict[int, tuple[Any, _Answer | None]] = {}  # by id of the tracer, which the tuple keeps alive
+        self._computed: dict[int, tuple[Any, KnownNumber | None]] = {}  # the same for numbers that vary
+        self.now: list[np.ndarray[Any, Any] | None] = self._last_values  # pyright: ignore[reportAttributeAccessIssue]
         self.today: Values = ()
-        self.followed: list[tuple[int | Buffer, list[int | Buffer], Any]] = []
+        self.followed: list[tuple[Target, list[Source], Any]] = []
+        self.changed: list[Target] = []
+        self._has_numbers = False
         self._checks: list[_ArgumentCheck] = []
         self._programs: dict[Any, _HostProgram] = {}  # by the jaxpr's text and its constants
 
@@ -164,6 +192,16 @@ class KnownInputs:
         answer = self._answers[id(value)][1]
         return None if answer is None else answer.value
 
+    def number(self, value: Any, states: dict[int, Buffer]) -> KnownNumber | None:
+        """A function that computes a 0-dim tracer in each call, if it depends on sources of numbers that vary; else None."""
+        if not self._varying:
+            return None
+        if id(value) not in self._computed:
+            answer = self._answer(value, states)
+            varies = answer is not None and not self._varying.isdisjoint(_key(self._sources[n]) for n in answer.inputs)
+            self._computed[id(value)] = value, KnownNumber(self, answer) if varies and answer is not None else None
+        return self._computed[id(value)][1]
+
     def _answer(self, value: Any, states: dict[int, Buffer]) -> _Answer | None:
         with exact_dtypes():
             found = derived(value, lambda atom: id(atom) in states, self._known)
@@ -184,7 +222,7 @@ class KnownInputs:
         host = self._hosts[self._positions[id(atom)]] if id(atom) in self._positions else None
         return None if host is None else _padded(host, atom.shape)
 
-    def _number(self, source: int | Buffer, value: np.ndarray[Any, Any]) -> int:
+    def _number(self, source: Target, value: np.ndarray[Any, Any]) -> int:
         key = _key(source)
         if key not in self._numbers:
             self._numbers[key] = len(self._sources)
@@ -192,21 +230,30 @@ class KnownInputs:
             self._last_values.append(value)
         return self._numbers[key]
 
-    def follow(self, written: Iterable[Buffer], states: dict[int, Buffer], counts: Iterable[Any]) -> None:
+    def follow(
+        self, written: Iterable[Buffer], states: dict[int, Buffer], counts: Iterable[Any], elements: Mapping[int, Callable[[], Any]]
+    ) -> None:
         """End a trace: fill `followed` with the written flags and counters whose new values depend only on inputs that Python asked for.
 
         Args:
             written: buffers of state and arguments that the trace has written.
             states: the buffers that the trace has read, by id of their arrays.
             counts: integers that Python was given without their values.
+            elements: functions that compute the numbers that vary, by id of their variables.
         """
         asked = set(self._numbers)
 
-        def source(atom: Any) -> int | Buffer:
+        def source(atom: Any) -> Source:
+            if (number := id(variable_of(atom))) in elements:
+                return elements[number]
             return self._positions[id(atom)] if is_tracer(atom) else states[id(atom)]
 
-        def inputs_of(value: Any) -> tuple[list[int | Buffer], Any] | None:
-            found = derived(value, lambda atom: id(atom) in states, self._known)
+        def known(atom: Any) -> Any:
+            number = id(variable_of(atom))
+            return np.float64(elements[number]()) if number in elements else self._known(atom)
+
+        def inputs_of(value: Any) -> tuple[list[Source], Any] | None:
+            found = derived(value, lambda atom: id(atom) in states, known, elements)
             return None if found is None else ([source(atom) for atom in found[0]], self._on_host(found[1]))
 
         with exact_dtypes():
@@ -215,8 +262,9 @@ class KnownInputs:
             self.followed = [
                 (self._arguments.get(id(buffer), buffer), *found)
                 for buffer in written
-                if (value := buffer.value) is not None and _may_follow(value) and value.shape == buffer.shape
-                if (found := inputs_of(value)) is not None and asked.issuperset(map(_key, found[0]))
+                if (value := buffer.value) is not None and may_follow(value) and value.shape == buffer.shape
+                if (found := inputs_of(value)) is not None
+                and asked.issuperset(_key(buffer if callable(s) else s) for s in found[0])  # numbers: only for what Python asks for
                 if found[1].is_exact
             ]
 
@@ -224,7 +272,7 @@ class KnownInputs:
         """The new values that a call with these arguments writes to the followed state and arguments."""
         left: list[tuple[Buffer, np.ndarray[Any, Any]]] = []
         for target, sources, program in self.followed:
-            given = [_values_of(arguments[s] if isinstance(s, int) else s) for s in sources]
+            given = [np.asarray(float(s())) if callable(s) else _values_of(arguments[s] if isinstance(s, int) else s) for s in sources]
             known = [host for host in given if host is not None]
             if len(known) == len(given) and all(map(_is_exact, [*known, result := program(known)])):
                 buffer = arguments[target] if isinstance(target, int) else target
@@ -233,37 +281,46 @@ class KnownInputs:
         return left
 
     def refresh(self, arguments: Sequence[Argument]) -> None:
-        """Update `today` for a call with these arguments."""
+        """Update `today` and `now` for a call with these arguments."""
         if self._sources:
             now = tuple(_values_of(arguments[s]) for s in self._sources if isinstance(s, int))
             if len(now) != len(self.today) or not all(map(is_, now, self.today)):
                 self.today = now
+            if self._has_numbers:
+                self.now = self._current()
+
+    def _current(self) -> list[np.ndarray[Any, Any] | None]:
+        of_arguments = iter(self.today)
+        hosts = (next(of_arguments) if isinstance(source, int) else host_values(source) for source in self._sources)
+        return [None if host is None else _padded(host, then.shape) for host, then in zip(hosts, self._last_values, strict=True)]
 
     def guard(self, guards: Guards) -> None:
         """Guard that Python would be given the same values, and end the trace."""
         answers = [answer for _, answer in self._answers.values() if answer is not None]
+        self._has_numbers = any(number is not None for _, number in self._computed.values())
         self._answers.clear()
+        self._computed.clear()
         self._tracers, self._hosts = (), []
         self._programs.clear()
-        if answers:
+        if answers or self._has_numbers:
             states = [s for s in self._sources if isinstance(s, Buffer)]
             guards.add(lambda: self._reason(answers), values=[(_today, [self]), (_value, states)])
 
     def _reason(self, answers: list[_Answer]) -> str | None:
         """Why Python would be given another value in the next call; None if it would not."""
-        of_arguments = iter(self.today)
         now: list[np.ndarray[Any, Any]] = []
-        for source, then in zip(self._sources, self._last_values, strict=True):
-            host = next(of_arguments) if isinstance(source, int) else host_values(source)
+        for source, then, host in zip(self._sources, self._last_values, self._current(), strict=True):
             if host is None:
                 return f"{_title(source, then)}, whose values the program depends on, was computed on the device"
-            now.append(_padded(host, then.shape))
+            now.append(host)
         differing = {n for n, (then, host) in enumerate(zip(self._last_values, now, strict=True)) if not _is_same(then, host)}
         for answer in answers if differing else ():
             if differing.isdisjoint(answer.inputs):
                 continue
             value = answer.program([now[n] for n in answer.inputs])
             if not _is_same(answer.value, value):
+                if may_follow(value) and value.dtype != np.bool_:
+                    self.changed = [self._sources[n] for n in answer.inputs if n in differing]
                 number = next(n for n in answer.inputs if n in differing)
                 what = _title(self._sources[number], self._last_values[number])
                 return f"a value that Python computes from {what} changed from {_shown(answer.value)} to {_shown(value)}"
@@ -301,10 +358,14 @@ _WHOLE = frozenset(
 
 def _keeps_whole(closed: Any) -> bool:
     constants = [*closed.consts, *(atom.val for eqn in closed.jaxpr.eqns for atom in eqn.invars if hasattr(atom, "val"))]
-    return all(
-        eqn.primitive.name in _WHOLE and (eqn.primitive.name not in ("jit", "pjit") or _keeps_whole(eqn.params["jaxpr"]))
-        for eqn in closed.jaxpr.eqns
-    ) and all(map(_is_exact, map(np.asarray, constants)))
+    return all(map(_is_whole, closed.jaxpr.eqns)) and all(map(_is_exact, map(np.asarray, constants)))
+
+
+def _is_whole(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if name in ("jit", "pjit"):
+        return _keeps_whole(eqn.params["jaxpr"])
+    return name in _WHOLE or all(atom.aval.dtype.kind in "biu" for atom in (*eqn.invars, *eqn.outvars))
 
 
 def _is_exact(value: np.ndarray[Any, Any]) -> bool:
@@ -314,11 +375,6 @@ def _is_exact(value: np.ndarray[Any, Any]) -> bool:
     return bool((np.floor(value) == value).all() and (abs(value) < 2 ** jnp.finfo(value.dtype).nmant).all())
 
 
-def _may_follow(value: Any) -> bool:
-    is_flag = value.dtype.kind in "biu" and value.size <= _MAX_FOLLOWED
-    return is_flag or (value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating))
-
-
 def _values_of(argument: Argument) -> np.ndarray[Any, Any] | None:
     """The values of an argument or of state if the host knows them and keeps those of its kind; else None."""
     if isinstance(argument, Buffer):
@@ -326,7 +382,7 @@ def _values_of(argument: Argument) -> np.ndarray[Any, Any] | None:
     return kept(argument if isinstance(argument, np.ndarray) else stored_values(argument))
 
 
-def _key(source: int | Buffer) -> int:
+def _key(source: Source) -> int:
     return source if isinstance(source, int) else ~id(source)
 
 
@@ -340,7 +396,7 @@ def _is_same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     return one is other or (one.shape == other.shape and one.tobytes() == other.tobytes())
 
 
-def _title(source: int | Buffer, values: np.ndarray[Any, Any]) -> str:
+def _title(source: Target, values: np.ndarray[Any, Any]) -> str:
     what = "a state tensor" if isinstance(source, Buffer) else f"tensor argument {source}"
     return f"{what} ({values.dtype}{list(values.shape)})"
 

@@ -71,6 +71,9 @@ class Part:
     def known_value(self, value: Any) -> Any:
         return self.outer.known_value(value)
 
+    def known_number(self, value: Any) -> Any:
+        return self.outer.known_number(value)
+
     def known_count(self, value: Any) -> int | None:
         return self.outer.known_count(value)
 

@@ -222,7 +222,7 @@ class Trace:
                     result = run_in(reads.run, self.fn, *args, **kwargs)
                 self._require_no_other_settings(recorder, reads)
                 require_unchanged(zip(self.arguments.copies, self.arguments.hosts, strict=True))
-                effects = [*containers.of_tensors(run_in(reads.effects)), *containers.effects()]
+                effects, elements = [*containers.of_tensors(run_in(reads.effects)), *containers.effects()], self.numbers.elements()
                 optim.note(recorder.newborn.__contains__)
                 self.torch_state.memory.write_back()
             flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
@@ -234,7 +234,7 @@ class Trace:
             kept.extend(stored_like(p, t) for p, t in optim.born)
             left.actions = [*optim.effects, *(lambda leave=leave: leave for leave in (*switches.effects, *flops.effects))]
             if self.known is not None:
-                self.known.follow(recorder.written, recorder.reads, recorder.counts)
+                self.known.follow(recorder.written, recorder.reads, recorder.counts, elements)
             return outputs, [b.value for b in recorder.written], kept
         except DroppedValueError as error:
             if STALE_GRADIENT in str(error) and not isinstance(error, StaleGradients):
@@ -296,7 +296,9 @@ class Trace:
             self.known.install(arguments)
         draws, counts = default_stream.draws, self.settings.has_counts
         counters, platform = self.torch_state.counters, self.options.platform
-        return TraceRecorder(words, draws, counters, platform=platform, known=self.known, has_counts=counts, copies_leave=True)
+        return TraceRecorder(
+            words, draws, counters, platform=platform, known=self.known, has_counts=counts, copies_leave=True, as_number=self.numbers.known
+        )
 
     def _recording_arguments(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
         """What the recording must know: names of modules, by id; the module of each dict of a module, by id of the dict; and ids of objects
@@ -394,6 +396,8 @@ class Trace:
         for optimizer in self.found.optimizers:
             if any(optimizer is stepped for stepped in recorder.stepped):
                 _guards.guard_optimizer(guards, optimizer, self.numbers)
+        if self.known is not None:
+            self.known.guard(guards)
         _guards.guard_numbers(guards, self.numbers)
         guard_places(guards, self.places)
         asked, flags, named = self.reads.tensors_asked(), self.reads.tensors_asked("requires_grad"), list(self.found.named_tensors())
@@ -407,8 +411,6 @@ class Trace:
             _guards.guard_branch(guards, self.numbers, evaluate, outcome)
         for tensor in recorder.host_reads:
             _guards.guard_host_tensor(guards, tensor)
-        if self.known is not None:
-            self.known.guard(guards)
         self.torch_state.memory.guard(guards)
         self.torch_state.gradients.guard(guards, recorder.touched.__contains__, slots, self.arguments.owned)
         replaced.guard(guards, recorder.written, recorder.reads.values())

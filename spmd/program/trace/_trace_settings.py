@@ -27,6 +27,7 @@ class TraceSettings:
         attributes: names of attributes of tensor arguments that the function reads or writes. They are part of a call's signature.
         holders: classes whose instances among the arguments count as containers even if they have no tensor attribute.
         has_constant_numbers: no Python number is an input, because one was used where Python needs its value.
+        has_constant_counters: integers of inputs whose values the host knows are constants, because one was used where Python needs it.
         has_counts: integers that the host knows become Python ints when they are read, because one was needed as a size or for a `range`.
         fixes_indices: numbers that index a tensor are constants, because the function writes to an element that it read at one.
         has_constant_texts: texts of numbers that vary are made during the trace, because the function failed after one was left to the
@@ -46,6 +47,7 @@ class TraceSettings:
     attributes: frozenset[str] = frozenset()
     holders: frozenset[type] = frozenset()
     has_constant_numbers: bool = False
+    has_constant_counters: bool = False
     has_counts: bool = False
     fixes_indices: bool = False
     has_constant_texts: bool = False
