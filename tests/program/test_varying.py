@@ -672,3 +672,49 @@ def test_a_list_that_contains_itself_has_places_like_any_other() -> None:
         found.append(scaled(x).item())
     assert found == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert scaled.num_traces == 2
+
+
+class Ring:
+    """A replay buffer that counts itself."""
+
+    def __init__(self) -> None:
+        self.at, self.is_full = 0, False
+
+    def __len__(self) -> int:
+        return 10 if self.is_full else self.at
+
+    def __index__(self) -> int:
+        return self.at
+
+    def __hash__(self) -> int:
+        return self.at
+
+    def add(self) -> None:
+        self.at += 3
+        if self.at >= 10:
+            self.is_full, self.at = True, self.at % 10
+
+
+@pytest.mark.parametrize(
+    ("read", "num_traces"),
+    [
+        (lambda ring: len(ring) >= 4, 5),
+        (lambda ring: hash(ring), 7),
+        (lambda ring: range(12)[ring], 7),
+        (lambda ring: 2 if ring else 1, 5),
+    ],
+    ids=["len", "hash", "index", "bool"],
+)
+def test_a_special_method_that_must_return_an_int_returns_the_value_and_other_numbers_vary(
+    read: Callable[[Ring], Any], num_traces: int
+) -> None:
+    def fn(ring: Ring, x: torch.Tensor, by: float) -> torch.Tensor:
+        ring.add()
+        return x * read(ring) + by
+
+    ring, other = Ring(), Ring()
+    step = spmd.compile(lambda x, by: fn(ring, x, by))
+    for i in range(7):
+        assert torch.equal(step(torch.ones(3, device="jax"), i * 0.5).cpu(), fn(other, torch.ones(3), i * 0.5))
+        assert ring.at == other.at
+    assert step.num_traces <= num_traces

@@ -24,7 +24,7 @@ from bytecode.instr import CellVar, FreeVar
 
 from spmd.program.reads import _choices, _instructions
 from spmd.program.reads._instructions import TO_BOOL, VERSION, Instr
-from spmd.program.reads._special_names import SPECIAL
+from spmd.program.reads._special_names import INTEGERS, SPECIAL
 
 _STUB_FLAGS = 0x01 | 0x02 | 0x04 | 0x08 | 0x10  # flags that a stub keeps: optimized, newlocals, varargs, varkeywords, nested
 _KIND_FLAGS = 0x20 | 0x80 | 0x200  # generator, coroutine, async generator: Python 3.13 warns of a `__code__` of another kind
@@ -179,6 +179,8 @@ class Instrumenter:
                 yield from self._text(instr, index in parts)
                 is_compared = False
                 continue
+            if instr.name == "RETURN_VALUE" and code.name in INTEGERS:
+                yield from self._replaced("as_key", 1, instr.location)
             if instr.name == "IS_OP" and not (isinstance(code[index - 1], Instr) and code[index - 1].arg is None):
                 yield from self._operation("identity", instr.location)
             is_compared = instr.name in ("COMPARE_OP", "CONTAINS_OP", "IS_OP")

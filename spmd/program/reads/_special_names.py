@@ -16,3 +16,5 @@ SPECIAL = tuple(
         *("array_interface", "array_struct", "dlpack", "dlpack_device"),
     )
 )
+INTEGERS = ("__len__", "__length_hint__", "__index__", "__hash__", "__sizeof__")
+"""Those whose result Python takes as an integer in C, where a number that varies has no value."""
