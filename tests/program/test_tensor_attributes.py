@@ -167,3 +167,31 @@ def test_an_argument_as_a_plain_tensor_is_returned_as_one() -> None:
     step = spmd.compile(lambda x: (x.as_subclass(torch.Tensor), x.as_subclass(torch.Tensor)[:2], x[:2], x.detach()))
     for _ in range(2):
         assert list(map(type, step(boxes("jax")))) == [torch.Tensor, torch.Tensor, Boxes, Boxes]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, weight: x * x._version,
+        lambda x, weight: x * weight._version,
+        lambda x, weight: x + 1 if x.is_inference() else x,
+        lambda x, weight: x + 1 if x._base is None else x,
+        lambda x, weight: x + 1 if x._is_view() else x,
+        lambda x, weight: x + 1 if x.is_conj() else x,
+        lambda x, weight: x + 1 if x.is_neg() else x,
+    ],
+    ids=["version", "version of state", "is_inference", "base", "is_view", "is_conj", "is_neg"],
+)
+def test_what_later_calls_would_answer_otherwise_is_refused(fn: Callable[..., torch.Tensor]) -> None:
+    weight = nn.Parameter(torch.ones(3).to("jax"))
+    with pytest.raises(spmd.TraceError, match=r"a compiled function reads \._?(version|is_|base)"):
+        spmd.compile(lambda x: fn(x, weight))(torch.ones(3).to("jax"))
+
+
+def test_the_writes_to_a_new_tensor_are_counted() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.add_(1)
+        return y * y._version if y._base is None and not y.is_inference() else y
+
+    assert spmd.compile(fn)(torch.ones(3).to("jax")).tolist() == fn(torch.ones(3)).tolist()
