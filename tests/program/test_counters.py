@@ -184,6 +184,22 @@ def test_integers_of_a_tensor_argument_are_numbers_that_vary(fn: Callable[..., A
     assert step.num_traces == 2
 
 
+def test_a_counter_among_the_arguments_goes_on_from_call_to_call() -> None:
+    def fn(x: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        at = int(state["at"])
+        state["queue"][at : at + 2] = x[:2]
+        state["at"].fill_((at + 2) % 6)
+        return state["queue"] * 1
+
+    step = spmd.compile(fn)
+    host = {"at": torch.tensor(0), "queue": torch.zeros(6)}
+    device = {name: value.to("jax") for name, value in host.items()}
+    for i in range(6):
+        assert_same(step(batch(3, seed=i).to("jax"), device), fn(batch(3, seed=i), host))
+        assert_same(device["at"], host["at"])
+    assert step.num_traces == 2
+
+
 def test_a_counter_that_eager_code_computes_on_the_device_is_refused() -> None:
     device = Counting().to("jax")
     step = spmd.compile(lambda x: queue(device, x))

@@ -264,7 +264,9 @@ class KnownInputs:
                 for buffer in written
                 if (value := buffer.value) is not None and may_follow(value) and value.shape == buffer.shape
                 if (found := inputs_of(value)) is not None
-                and asked.issuperset(_key(buffer if callable(s) else s) for s in found[0])  # numbers: only for what Python asks for
+                and asked.issuperset(
+                    _key(self._arguments.get(id(buffer), buffer) if callable(s) else s) for s in found[0]
+                )  # if Python asks for it
                 if found[1].is_exact
             ]
 
