@@ -311,21 +311,25 @@ class KnownInputs:
     def _reason(self, answers: list[_Answer]) -> str | None:
         """Why Python would be given another value in the next call; None if it would not."""
         now: list[np.ndarray[Any, Any]] = []
+        self.changed = []
         for source, then, host in zip(self._sources, self._last_values, self._current(), strict=True):
             if host is None:
                 return f"{_title(source, then)}, whose values the program depends on, was computed on the device"
             now.append(host)
         differing = {n for n, (then, host) in enumerate(zip(self._last_values, now, strict=True)) if not _is_same(then, host)}
+        reasons: list[str] = []
         for answer in answers if differing else ():
             if differing.isdisjoint(answer.inputs):
                 continue
             value = answer.program([now[n] for n in answer.inputs])
             if not _is_same(answer.value, value):
+                numbers = [n for n in answer.inputs if n in differing]
                 if may_follow(value) and value.dtype != np.bool_:
-                    self.changed = [self._sources[n] for n in answer.inputs if n in differing]
-                number = next(n for n in answer.inputs if n in differing)
-                what = _title(self._sources[number], self._last_values[number])
-                return f"a value that Python computes from {what} changed from {_shown(answer.value)} to {_shown(value)}"
+                    self.changed += [self._sources[n] for n in numbers]
+                what = _title(self._sources[numbers[0]], self._last_values[numbers[0]])
+                reasons.append(f"a value that Python computes from {what} changed from {_shown(answer.value)} to {_shown(value)}")
+        if reasons:
+            return reasons[0]
         self._last_values = now  # so that another call with these values need not recompute
         return None
 
