@@ -8,6 +8,7 @@ They are Python numbers, guarded, until a later call asks for another one. See N
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from spmd.device._host_copies import held_of
 from spmd.device._storage import is_device_tensor, load, recording
 
-_CONVERT = (int, float, operator.index)
+_BOUND = (types.BuiltinMethodType, types.MethodType, types.MethodWrapperType)
 _METHODS: dict[str, Any] = {"item": None, "tolist": list, "__int__": int, "__float__": float, "__index__": operator.index}
 _MOST_LISTED = 16  # elements of a tensor whose values are followed
 _AS_THEY_ARE = (torch.bool, torch.uint64)
@@ -24,11 +25,10 @@ _AS_THEY_ARE = (torch.bool, torch.uint64)
 
 def for_known_items(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use for a conversion of a tensor to a number that varies; None for other calls."""
-    convert: Any = None
-    if len(args) == 1 and any(fn is one for one in _CONVERT):
+    if len(args) == 1 and (fn is int or fn is float or fn is operator.index):
         tensor, convert = args[0], fn
-    elif not args and getattr(fn, "__name__", "") in _METHODS:
-        tensor, convert = getattr(fn, "__self__", None), _METHODS[fn.__name__]
+    elif not args and type(fn) in _BOUND and fn.__name__ in _METHODS:
+        tensor, convert = fn.__self__, _METHODS[fn.__name__]
     else:
         return None
     number = _list_of(tensor) if convert is list else _number(tensor)
