@@ -211,6 +211,23 @@ def a_counter_in_a_buffer(device: str, wrap: Any, changed: bool) -> Values:
 
 
 @case
+def flags_and_masks_that_the_host_knows(device: str, wrap: Any, changed: bool) -> Values:
+    module = nn.Module()
+    module.register_buffer("ready", torch.tensor(changed))
+    module.to(device)
+    mask = torch.tensor([True, False, True]).to(device)
+
+    def step(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        if not module.ready:
+            module.ready.fill_(True)
+            return x[keep] * 2
+        return x[keep].sum() + x[: len(keep.nonzero())]
+
+    step = wrap(step)
+    return [*(step(inputs(device), mask) for _ in range(3)), module.ready.clone()]
+
+
+@case
 def an_integer_of_a_tensor_argument(device: str, wrap: Any, changed: bool) -> Values:
     step = wrap(lambda x, n: x * int(n[0]))
     return [step(inputs(device), torch.tensor([i + 3 * changed, 1], device=device)) for i in range(4)]

@@ -20,15 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import torch
 
+from mesh._devices import host_device
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import derived, evaluated, is_tracer, variable_of
+from spmd.base._jax_executables import packed_lowering, unpacked_lowering
 from spmd.device._storage import Buffer
 from spmd.device._uploaded import host_values, kept, may_follow, sent, window
 from spmd.program.reuse._columns import Guards
@@ -43,10 +48,15 @@ Values = tuple[np.ndarray[Any, Any] | None, ...]
 
 
 class _HostProgram:
-    """A closed jaxpr that the host evaluates. It caches its last result, since equal layers ask for equal values."""
+    """A closed jaxpr that the host evaluates. It caches its last result, since equal layers ask for equal values.
 
-    def __init__(self, closed: Any) -> None:
-        self._closed = closed
+    Args:
+        closed: the jaxpr; None for that of a stored trace.
+        content: of a stored trace, the jaxpr as a lowered program, which is compiled at the first call.
+    """
+
+    def __init__(self, closed: Any, content: bytes = b"") -> None:
+        self._closed, self._content = closed, content
         self._given: list[np.ndarray[Any, Any]] = []
         self._result: Any = None
 
@@ -56,11 +66,32 @@ class _HostProgram:
         ends = [atom.aval.dtype for atom in (*self._closed.jaxpr.invars, *self._closed.jaxpr.outvars)]
         return all(dtype.kind in "biu" for dtype in ends) or _keeps_whole(self._closed)
 
+    def _evaluated(self, given: list[Any]) -> Any:
+        return evaluated(self._closed, given) if self._closed is not None else self._compiled(*map(np.asarray, given))
+
+    @cached_property
+    def _compiled(self) -> Any:
+        host: Any = host_device() or jax.devices()[0]
+        return unpacked_lowering(self._content, host.client).compile()
+
+    def __reduce__(self) -> Any:
+        """For traces that are stored."""
+        closed = self._closed
+        if closed is None:
+            return _read_program, (self._content,)
+        with exact_dtypes(), jax.default_device(host_device()):
+            run = jax.jit(lambda *given: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)[0])
+            return _read_program, (packed_lowering(run.lower(*closed.in_avals)),)
+
     def __call__(self, given: list[Any]) -> np.ndarray[Any, Any]:
         if self._result is None or not all(map(_is_same, given, self._given)):
             with exact_dtypes():
-                self._given, self._result = given, np.asarray(evaluated(self._closed, given))
+                self._given, self._result = given, np.asarray(self._evaluated(given))
         return self._result
+
+
+def _read_program(content: bytes) -> _HostProgram:
+    return _HostProgram(None, content)
 
 
 @dataclass(frozen=True)
