@@ -11,6 +11,7 @@ train_step.retraces              # the reason for each retrace
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 import types
@@ -63,6 +64,7 @@ from spmd.program.xla._target import client
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_MOST_ATTEMPTS = 100  # traces in one call, each with settings that the one before has found
 
 
 class Step(CopiedStep, Generic[P, R]):
@@ -176,7 +178,7 @@ class Step(CopiedStep, Generic[P, R]):
         """The program for a call, and the call's signature under the settings of that program. Traces if no cached program is valid."""
         settings = self._settings
         failed: str | None = None  # why the newest program of this signature is not valid any more
-        while True:
+        for attempt in itertools.count():
             try:
                 call = self._signature(args, kwargs)
                 for program in self._programs.of(call.key):
@@ -197,6 +199,8 @@ class Step(CopiedStep, Generic[P, R]):
                 before, settings = settings, again.other_settings(settings)
                 if settings == before:
                     raise
+                if attempt == _MOST_ATTEMPTS:
+                    raise self._never_ends(again) from None
                 settings = self._varying.limited(settings, before)
                 self._settings = settings.of_step()
 
@@ -325,6 +329,10 @@ class Step(CopiedStep, Generic[P, R]):
             f"the last reason: {reason}",
             fix="keep the value that changes constant, or pass it as a tensor; .retraces has all reasons",
         )
+
+    def _never_ends(self, last: BaseException) -> TraceError:
+        what = f"{self._name} was traced {_MOST_ATTEMPTS} times in one call, and each trace asked for another one ({type(last).__name__})"
+        return TraceError(message(what, fix="create modules, optimizers and containers of tensors once, outside of the function"))
 
     def _not_loaded(self) -> str:
         return message(

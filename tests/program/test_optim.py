@@ -482,6 +482,77 @@ def test_an_optimizer_made_inside_is_refused() -> None:
         step(batch(8, 8).to("jax"))
 
 
+INNER: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "SGD": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda params: optim.Adam(params, lr=0.1, amsgrad=True),
+    "AdamW": lambda params: optim.AdamW(params, lr=0.1),
+    "RMSprop": lambda params: optim.RMSprop(params, lr=0.01, momentum=0.5),
+    "Adagrad": lambda params: optim.Adagrad(params, lr=0.1),
+    "Adadelta": lambda params: optim.Adadelta(params),
+    "NAdam": lambda params: optim.NAdam(params),
+    "RAdam": lambda params: optim.RAdam(params),
+    "Adamax": lambda params: optim.Adamax(params),
+    "ASGD": lambda params: optim.ASGD(params),
+    "Rprop": lambda params: optim.Rprop(params),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_copy_of_a_model_is_trained_inside_by_its_own_optimizer(name: str) -> None:
+    """As meta-learning and adaptation to a batch do: each call begins with the model's parameters of that call."""
+
+    def adapted(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = copy.deepcopy(model)
+        optimizer = INNER[name](inner.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            inner(x).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), inner.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+        return inner(x).detach(), next(inner.parameters()).detach()
+
+    host, device = twins()
+    INNER[name]([nn.Parameter(torch.ones(1))])  # torch wraps the method `step` of a class when the first optimizer is made
+    step = spmd.compile(lambda x: adapted(device, x))
+    for i in range(3):
+        for got, want in zip(step(batch(8, 8, seed=i).to("jax")), adapted(host, batch(8, 8, seed=i)), strict=True):
+            assert_same(got, want)
+        assert_same_model(device, host)
+    assert step.num_traces == 1
+
+
+def test_a_copied_optimizer_trains_the_copied_model_inside() -> None:
+    def adapted(model: nn.Module, optimizer: optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        inner, stepping = copy.deepcopy((model, optimizer))
+        for _ in range(2):
+            train(inner, stepping, x, x)
+        return inner(x).detach()
+
+    host, device = twins()
+    optimizers = [optim.Adam(model.parameters(), lr=0.1) for model in (host, device)]
+    train(host, optimizers[0], batch(8, 8), batch(8, 8))
+    train(device, optimizers[1], batch(8, 8).to("jax"), batch(8, 8).to("jax"))
+    step = spmd.compile(lambda x: adapted(device, optimizers[1], x))
+    for i in range(3):
+        assert_same(step(batch(8, 8, seed=i).to("jax")), adapted(host, optimizers[0], batch(8, 8, seed=i)))
+
+
+def test_an_optimizer_made_inside_for_old_and_new_parameters_is_refused() -> None:
+    _, device = twins()
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> None:
+        added = nn.Parameter(torch.ones_like(x))
+        optimizer = optim.SGD([*device.parameters(), added], lr=0.1)
+        device(x * added).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(spmd.TraceError, match="the compiled function creates its own SGD"):
+        step(batch(8, 8).to("jax"))
+
+
 @pytest.mark.parametrize("how", ["scheduler", "by_hand"])
 def test_a_learning_rate_set_inside_is_used_and_kept(how: str) -> None:
     models = twins()

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mesh
 import spmd
+from spmd.base._errors import TraceAgain
 from tests.oracle import MLP, array_of, assert_same, assert_same_model, batch, descend, on_device, train, twins
 
 
@@ -423,3 +425,17 @@ def test_a_trace_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None:
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_traces_that_always_ask_for_another_one_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asks(TraceAgain):
+        def other_settings(self, settings: Any) -> Any:
+            return replace(settings, unreached=(*settings.unreached, nn.Linear(1, 1)))
+
+    def asking(*args: Any) -> Any:
+        raise Asks
+
+    step = spmd.compile(lambda x: x + 1)
+    monkeypatch.setattr(step, "_new", asking)
+    with pytest.raises(spmd.TraceError, match=r"traced 100 times in one call, and each trace asked for another one \(Asks\)"):
+        step(torch.ones(2, device="jax"))

@@ -126,6 +126,17 @@ def drop_unused_state(optimizer: torch.optim.Optimizer, created: Sequence[torch.
             del optimizer.state[parameter]
 
 
+def made_inside(optimizer: torch.optim.Optimizer) -> TraceError:
+    """The error for an optimizer that the function creates for parameters from before the call."""
+    return TraceError(
+        message(
+            f"the compiled function creates its own {type(optimizer).__name__}",
+            "each call would start with an optimizer without state",
+            fix="create the optimizer once, outside of the function",
+        )
+    )
+
+
 class OptimizerStates:
     """Context that restores the state of optimizers if tracing or compiling fails."""
 
@@ -142,13 +153,7 @@ class OptimizerStates:
             return
         for other, _ in self._kept.values():
             if type(other) is type(optimizer) and other.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]:
-                raise TraceError(
-                    message(
-                        f"the compiled function creates its own {type(optimizer).__name__}",
-                        "each call would start with an optimizer without state",
-                        fix="create the optimizer once, outside of the function",
-                    )
-                )
+                raise made_inside(optimizer)
         self._kept[id(optimizer)] = optimizer, {p: (s, dict(s) if isinstance(s, dict) else None) for p, s in optimizer.state.items()}
 
     def __enter__(self) -> OptimizerStates:
@@ -492,4 +497,4 @@ def _evaluated(jaxpr: Any, consts: Any, shardings: list[Any]) -> list[Any]:
     return [v if stored_shape(v.shape, s) == v.shape else padded(v, s) for v, s in zip(values, shardings, strict=True)]
 
 
-__all__ = ["OptimizerStates", "drop_unused_state", "equal_counters", "prepare_state", "traceable"]
+__all__ = ["OptimizerStates", "drop_unused_state", "equal_counters", "made_inside", "prepare_state", "traceable"]

@@ -19,6 +19,7 @@ from spmd.base._torch import UninitializedTensorMixin, global_optimizer_pre_hook
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable, has_device_parameters
+from spmd.program.optim._preparation import made_inside
 from spmd.program.optim._traced_state import OptimizerAsObject
 from spmd.program.reads import RunModule
 from spmd.program.trace._trace_settings import TraceSettings
@@ -114,7 +115,12 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _lbfgs()
         if has_device_parameters(optimizer) and all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
-            raise Undiscovered(optimizer)
+            news = [buffer_of(p) in recorder.newborn for group in optimizer.param_groups for p in group["params"] if is_device_tensor(p)]
+            if not any(news):
+                raise Undiscovered(optimizer)
+            if not all(news):
+                raise made_inside(optimizer)
+            return  # of a copy of a model, which the trace made: its state is made in every call, like all that it computes
         recorder.note_step(optimizer)
 
     key: Any = object()  # not a number of `RemovableHandle`: those of the program's hooks are as without a trace
