@@ -11,7 +11,6 @@ train_step.retraces              # the reason for each retrace
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
 import types
@@ -178,7 +177,9 @@ class Step(CopiedStep, Generic[P, R]):
         """The program for a call, and the call's signature under the settings of that program. Traces if no cached program is valid."""
         settings = self._settings
         failed: str | None = None  # why the newest program of this signature is not valid any more
-        for attempt in itertools.count():
+        attempts = 0
+        while True:
+            attempts += 1
             try:
                 call = self._signature(args, kwargs)
                 for program in self._programs.of(call.key):
@@ -199,7 +200,7 @@ class Step(CopiedStep, Generic[P, R]):
                 before, settings = settings, again.other_settings(settings)
                 if settings == before:
                     raise
-                if attempt == _MOST_ATTEMPTS:
+                if attempts == _MOST_ATTEMPTS:
                     raise self._never_ends(again) from None
                 settings = self._varying.limited(settings, before)
                 self._settings = settings.of_step()

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from mesh._devices import host_device
+from mesh._devices import devices, host_device
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import derived, evaluated, is_tracer, variable_of
 from spmd.base._jax_executables import packed_lowering, unpacked_lowering
@@ -71,7 +71,7 @@ class _HostProgram:
 
     @cached_property
     def _compiled(self) -> Any:
-        host: Any = host_device() or jax.devices()[0]
+        host: Any = host_device() or devices()[0]
         return unpacked_lowering(self._content, host.client).compile()
 
     def __reduce__(self) -> Any:

@@ -114,14 +114,10 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _lbfgs()
-        if has_device_parameters(optimizer) and all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
-            news = [buffer_of(p) in recorder.newborn for group in optimizer.param_groups for p in group["params"] if is_device_tensor(p)]
-            if not any(news):
-                raise Undiscovered(optimizer)
-            if not all(news):
-                raise made_inside(optimizer)
-            return  # of a copy of a model, which the trace made: its state is made in every call, like all that it computes
-        recorder.note_step(optimizer)
+        if not has_device_parameters(optimizer) or any(optimizer is known for known in (*found.optimizers, *found.as_objects)):
+            recorder.note_step(optimizer)
+        else:
+            _require_new_parameters(optimizer, recorder)
 
     key: Any = object()  # not a number of `RemovableHandle`: those of the program's hooks are as without a trace
     global_optimizer_pre_hooks[key] = stepping
@@ -129,6 +125,20 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         yield run_module
     finally:
         del global_optimizer_pre_hooks[key]
+
+
+def _require_new_parameters(optimizer: torch.optim.Optimizer, recorder: TraceRecorder) -> None:
+    """Let an optimizer step that the trace made for a copy of a model: its state is made in every call, like all that a call computes.
+
+    Raises:
+        Undiscovered: its parameters are from before the trace.
+        TraceError: some of them are.
+    """
+    news = [buffer_of(p) in recorder.newborn for group in optimizer.param_groups for p in group["params"] if is_device_tensor(p)]
+    if not any(news):
+        raise Undiscovered(optimizer)
+    if not all(news):
+        raise made_inside(optimizer)
 
 
 def _lbfgs() -> TraceError:
