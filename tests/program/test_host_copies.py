@@ -567,3 +567,28 @@ def test_a_training_loop_as_everybody_writes_it() -> None:
         return accuracies, (torch.stack(losses), torch.cat(found))
 
     require_same(train("jax"), train("cpu"), is_eager=False)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x * 2).numpy(force=True),
+        lambda x: torch.Tensor.numpy(x * 2, force=True),
+        lambda x: float((x * 2).numpy(force=True).mean()),
+        lambda x: [part.numpy(**{"force": True}) for part in (x, x * 2)],
+        lambda x: x.clone().requires_grad_().mul(3).numpy(force=True),
+        lambda x: operator.methodcaller("numpy", force=True)(x + 1),
+        lambda x: x.cpu().__array__(np.float64),
+        lambda x: x.cpu().__array__(),
+    ],
+    ids=["method", "descriptor", "mean", "list", "graph", "methodcaller", "array of a dtype", "array"],
+)
+def test_numpy_by_force_and_arrays_have_the_values_of_each_call(fn: Callable[[torch.Tensor], Any]) -> None:
+    """`numpy(force=True)` copies in C++, where a traced copy has no memory."""
+    step = spmd.compile(fn)
+    for i in range(3):
+        x = torch.arange(3.0) + i
+        got, want = step(x.to("jax")), fn(x)
+        for one, other in zip(got if isinstance(got, list) else [got], want if isinstance(want, list) else [want], strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert type(one) is type(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)

@@ -186,8 +186,13 @@ def _of_copies(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...])
     is_array = id(fn) in _NUMPYS or is_elementwise(fn)
     if is_array and any(map(is_argument, args)):
         raise computed_on_host(f"numpy.{fn.__name__}()")
-    if is_host_copy(owner) and not is_argument(owner) and getattr(fn, "__name__", "") in ("numpy", "__array__"):
-        return partial(_array_of, owner)
+    if fn is torch.Tensor.numpy and args and is_device_tensor(args[0]):
+        return _forced
+    if isinstance(owner, torch.Tensor) and (name := getattr(fn, "__name__", "")) in ("numpy", "__array__"):
+        if is_device_tensor(owner) and name == "numpy":
+            return partial(_forced, owner)
+        if is_host_copy(owner) and not is_argument(owner):
+            return partial(_array_of, owner) if name == "numpy" else partial(_as_array, owner)
     if (read := _READ_IN_C.get(getattr(fn, "__name__", ""))) is not None and holds_copies(*args):
         positions, names = read
         return partial(_with_memory, fn, {*names, *(p - isinstance(owner, torch.Tensor) for p in positions)})
@@ -219,6 +224,17 @@ def _array_of(copy: Any, *, force: bool = False) -> Any:
     if (known := host_answer(load(copy.held))) is not None:
         return host_tensor(np.array(known)).numpy()
     return pending(torch.Tensor.numpy, (copy.detach() if force else copy,), {"force": force} if force else None, is_safe=True)
+
+
+def _as_array(copy: Any, dtype: Any = None) -> Any:
+    """`copy.__array__(dtype)`."""
+    array = _array_of(copy)
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _forced(tensor: torch.Tensor, *, force: bool = False) -> Any:
+    """`tensor.numpy(force=True)` of a device tensor, which C++ would make of memory that a traced copy does not have."""
+    return _array_of(tensor.detach().cpu().resolve_conj().resolve_neg()) if force else tensor.numpy()
 
 
 def _is_text(args: tuple[Any, ...]) -> bool:
