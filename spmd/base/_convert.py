@@ -39,6 +39,21 @@ _TO_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float8_e5m2fnuz: np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
 _TO_TORCH: dict[np.dtype[Any], torch.dtype] = {v: k for k, v in _TO_NUMPY.items()}
+# Names of dtypes in torch's errors, where they are not the numpy name with a capital letter.
+_SCALAR_TYPES = {
+    "int8": "Char",
+    "uint8": "Byte",
+    "int16": "Short",
+    "int32": "Int",
+    "int64": "Long",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "float32": "Float",
+    "float64": "Double",
+    "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble",
+    **{f"uint{bits}": f"UInt{bits}" for bits in (16, 32, 64)},
+}
 HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 _LARGEST_E4M3 = 448.0
 # Some versions of torch convert numbers that are too large to the largest finite number, others to NaN as jax does.
@@ -74,6 +89,12 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
         return _TO_TORCH[dtype if isinstance(dtype, np.dtype) else np.dtype(dtype)]
     except KeyError:
         raise SpmdError(message(f"torch has no dtype for jax's {dtype}", fix="convert the array to a dtype that torch has")) from None
+
+
+def scalar_type(dtype: Any) -> str:
+    """The name of a dtype, of torch or numpy, in the errors of torch's C++: `Long` for int64."""
+    name = str(dtype).removeprefix("torch.")
+    return _SCALAR_TYPES.get(name, name.capitalize())
 
 
 def cast(array: Any, dtype: Any) -> Any:

@@ -189,13 +189,11 @@ class Adapter:
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Any = None) -> Any:
         """Run on tensors, write the arguments that the op updates, and return arrays. Call it inside `exact_dtypes`.
 
-        Args:
-            sharding: the sharding of an eager result; None: jax chooses.
+        `sharding` is that of an eager result; None: jax chooses.
         """
-        if self.takes_indices:  # as on other devices, an index may be a CPU tensor
-            if self.bounds is not None:  # before the indices are uploaded
-                _indices.check(self.bounds, self.name, dict(zip(self.names, args, strict=False)))
-            args = (args[0], [i if i is None or i.device.type == "jax" else i.to("jax") for i in args[1]], *args[2:])
+        if self.takes_indices and any(i is not None and i.device.type != "jax" for i in args[1]):  # as on other devices
+            self.check_indices(args, kwargs, of_host=False)  # before the indices are uploaded
+            args = (args[0], [i if i is None else i.to("jax") for i in args[1]], *args[2:])
         if self.known:
             args, kwargs = with_known(self.known, self.names, args, kwargs)
         args, kwargs = with_representable(self.name, args, kwargs)
@@ -218,10 +216,10 @@ class Adapter:
         self.update(updated, args, kwargs)
         return out
 
-    def check_indices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if an index whose value is known on the host is out of bounds."""
+    def check_indices(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_host: bool = True) -> None:
+        """Raise if an index is out of bounds whose value is known on the host. `of_host`: check no others."""
         if self.bounds is not None:
-            _indices.check(self.bounds, self.name, {**dict(zip(self.names, args, strict=False)), **kwargs}, of_host=True)
+            _indices.check(self.bounds, self.name, {**dict(zip(self.names, args, strict=False)), **kwargs}, of_host=of_host)
 
     def needs_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the shape of this call's result depends on values."""
@@ -254,9 +252,13 @@ class Adapter:
         return args[position] if position < len(args) else kwargs.get(name)
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, list[Any]]:
-        """The plan for this call, and the call's dynamic values in order."""
+        """The plan for this call, and the call's dynamic values in order. Raises torch's errors for values that the host knows."""
+        refused: Exception | None = None
         if self.bounds is not None:
-            _indices.check(self.bounds, self.name, {**dict(zip(self.names, args, strict=False)), **kwargs})
+            try:
+                self.check_indices(args, kwargs, of_host=False)
+            except (IndexError, RuntimeError) as error:
+                refused = error  # torch refuses dtypes and shapes first
         dynamic: list[Any] = []
         key: list[Any] = []
         for index, arg in enumerate(args):
@@ -280,6 +282,8 @@ class Adapter:
             plan = self._new_plan(args, kwargs, dynamic)
             plan.check(dynamic)  # a refused call must not add a plan or draw a random number
             self.plans[found] = plan
+        if refused is not None:
+            raise refused
         return plan, dynamic
 
     def _describe(self, index: int, arg: Any, dynamic: list[Any], key: list[Any]) -> None:

@@ -26,7 +26,7 @@ from spmd.base._settings import in_force
 from spmd.base._torch import OpOverload
 from spmd.device import _checks
 from spmd.device._checks import Check
-from spmd.device._refused_values import REFUSED, Refused
+from spmd.device._refused_values import INTEGERS, REFUSED, Refused, values_of_mask
 from spmd.device._storage import buffer_of, load, recording
 from spmd.device._uploaded import host_values, window
 
@@ -74,7 +74,7 @@ class Bound:
         return lib.where((found == 0) & (largest >= self.size), _checks.ZERO, found)
 
 
-Bounds = Callable[[dict[str, Any]], Iterator[Bound]] | Callable[[dict[str, Any]], Iterator[Refused]]
+Bounds = Callable[[dict[str, Any]], Iterator[Bound | Refused]]
 
 
 def are_checked() -> bool:
@@ -109,7 +109,7 @@ def check(bounds: Bounds, op: str, named: dict[str, Any], *, of_host: bool = Fal
         if isinstance(bound, Refused):
             _check_values(bound, op, of_host=of_host)
             continue
-        if index.dtype in (torch.bool, torch.uint8):
+        if index.dtype not in INTEGERS:  # refused where the dtypes are compared
             continue
         values = _known(index)
         if values is not None:
@@ -209,6 +209,13 @@ def _by_list(named: dict[str, Any]) -> Iterator[Bound]:
         dim += 1
 
 
+def _by_list_for_values(named: dict[str, Any]) -> Iterator[Bound | Refused]:
+    """The same for `x[i, j] = values`; in a trace the program counts what a mask selects. Eager code has its values anyway."""
+    yield from _by_list(named)
+    if is_tracing():
+        yield from values_of_mask(named)
+
+
 def _of_rows(named: dict[str, Any]) -> Iterator[Bound]:
     yield Bound(named["indices"], named["weight"].shape[0], "index out of range in self: {}")
 
@@ -243,8 +250,9 @@ def _of_margins(text: str, ignored: int | None = None) -> Callable[[dict[str, An
 
 _GATHERED = "index {} is out of bounds for dimension {dim} with size {size}"
 _SELECTED = "index out of range in self: {}"
-BOUNDS: dict[str, Callable[[dict[str, Any]], Iterator[Bound]]] = {
-    **dict.fromkeys(("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl"), _by_list),
+BOUNDS: dict[str, Bounds] = {
+    **dict.fromkeys(("index", "_unsafe_index"), _by_list),
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _by_list_for_values),
     "embedding": _of_rows,
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _of_bags),
     "multi_margin_loss": _of_margins("target out of range: {}"),

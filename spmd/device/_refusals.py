@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from spmd.base._convert import scalar_type
 from spmd.base._errors import SpmdError, UnsupportedOpError, called_at, message
 from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, disable_current_modes, dispatch_has_kernel_for_dispatch_key
 from spmd.device._numbers import number_of, sample
@@ -33,10 +34,12 @@ _LARGEST = torch.iinfo(torch.int64).max
 _SMALL = 8  # maximum size of a dim for larger calls
 _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
-_IS_OF_DTYPES = re.compile(r"[Tt]ype|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long")
+_IS_OF_DTYPES = re.compile(r"[Tt]ype|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long|a long tensor")
 # Ops for which accelerators accept more than the CPU: `histc` counts integers, and a 16-bit batch norm keeps statistics in float32.
 _OTHER_ON_ACCELERATORS = {"aten::histc", "aten::native_batch_norm_backward"}
 _LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
+# Ops that move elements, which other accelerators have for float8 too. They have none that compute.
+_TAKES_FLOAT8 = re.compile("aten::(count_nonzero|flip|gather|index_(copy|fill|put)|isinf|masked_.*|nonzero|put|scatter|take|tri[lu])")
 _WIDER = dict.fromkeys((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2), torch.float32)
 Dtypes = tuple[torch.dtype | None, ...] | None
 _LIMITS_OF_A_KERNEL = frozenset({"aten::_grouped_mm"})  # torch refuses strides that its own kernel lacks; this device supports them
@@ -66,9 +69,10 @@ class MetaCheck:
         accepted: combinations of shapes that torch accepted.
         holes: positions of the device tensors' values.
         is_complete: whether the call has every required argument and the op has a meta kernel, so that torch can run it.
+        has_dtypes_open: whether the CPU refused all shapes so far for another reason than dtypes, which then may be wrong too.
     """
 
-    __slots__ = ("accepted", "args", "holes", "is_complete", "kwargs", "op")
+    __slots__ = ("accepted", "args", "has_dtypes_open", "holes", "is_complete", "kwargs", "op")
 
     def __init__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.op = op
@@ -76,12 +80,15 @@ class MetaCheck:
         self.kwargs = {name: arg for name, arg in kwargs.items() if name != "generator"}
         self.holes = [hole.index for hole in _tensor_slots((*args, *kwargs.values()))]
         self.accepted: set[Any] = set()
+        self.has_dtypes_open = False
         rest = op._schema.arguments[len(args) :]  # C++ omits defaults of an in-place form, which the functional form may lack
         self.is_complete = all(a.has_default_value() or a.name in kwargs for a in rest) and _has_fake(op)
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise torch's error for arrays of these shapes, unless it has accepted them before."""
         if tuple([values[index].shape for index in self.holes]) not in self.accepted:
+            if self.has_dtypes_open:
+                self.check_dtypes(values, draws=True)
             self.results(values)
 
     def results(self, values: Sequence[Any]) -> Dtypes:
@@ -112,8 +119,8 @@ class MetaCheck:
     def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> OnCpu | None:
         """Raise CPU torch's error for arguments of these dtypes, which meta kernels seldom check.
 
-        Runs once per plan, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes are ignored.
-        So are errors because the CPU has no kernel for a 16-bit float: accelerators have one.
+        Runs once per plan, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes are ignored, and the
+        next shapes are then checked too. Errors because the CPU has no kernel for a 16-bit float are ignored: accelerators have one.
 
         Args:
             draws: whether the op draws random numbers, which must not advance the user's stream.
@@ -133,15 +140,24 @@ class MetaCheck:
         with warnings.catch_warnings(record=True) as warned, torch.random.fork_rng((), enabled=draws, device_type="cpu"):
             warnings.simplefilter("always")
             try:
-                return OnCpu(_dtypes(self._run("cpu", shapes, args)), [str(warning.message) for warning in warned])
+                out = self._run("cpu", shapes, args)
+                self.has_dtypes_open = False
+                return OnCpu(_dtypes(out), [str(warning.message) for warning in warned])
             except IndexError as error:  # an index out of bounds of the small dim may be valid in the large one
                 if (is_whole or _IS_OF_DTYPES.search(str(error))) and not self._is_of_masks_values(error):
                     raise
+                self.has_dtypes_open = True
             except (RuntimeError, TypeError, ValueError) as error:
                 text = str(error)
-                if _IS_OF_DTYPES.search(text) and not (_LACKS_A_KERNEL.search(text) and self._takes_float32(shapes, args)):
+                if _IS_OF_DTYPES.search(text) and not (self._lacks_only_a_kernel(text) and self._takes_float32(shapes, args)):
                     raise
+                self.has_dtypes_open = not _IS_OF_DTYPES.search(text)
         return None
+
+    def _lacks_only_a_kernel(self, text: str) -> bool:
+        """Whether the CPU's error says that it has no kernel for a short float, for which accelerators have one."""
+        lacking = _LACKS_A_KERNEL.search(text)
+        return bool(lacking and ("Float8" not in lacking[1] or _TAKES_FLOAT8.fullmatch(self.op._schema.name)))
 
     def _takes_float32(self, shapes: dict[int, tuple[int, ...]], args: Sequence[Any]) -> bool:
         """Whether the CPU accepts these dtypes with float32 in place of shorter floats, as far as dtypes are concerned."""
@@ -387,7 +403,7 @@ def check_expands(target: torch.Tensor, source: torch.Tensor) -> None:
 def check_cast(computed: torch.dtype, target: torch.dtype) -> None:
     """Raise torch's error if a result of dtype `computed` cannot be written to a tensor of dtype `target`."""
     if not torch.can_cast(computed, target):
-        raise RuntimeError(f"result type {_title(computed)} can't be cast to the desired output type {_title(target)}")
+        raise RuntimeError(f"result type {scalar_type(computed)} can't be cast to the desired output type {scalar_type(target)}")
 
 
 def check_results(
@@ -432,11 +448,6 @@ def check_results(
         for target, (computed, _) in zip(targets.values(), results, strict=True):
             check_cast(computed, target.dtype)
     return on_cpu is None or any("resized" in text for text in on_cpu.warnings)
-
-
-def _title(dtype: torch.dtype) -> str:
-    names = {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long", torch.int32: "Int", torch.bool: "Bool"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _is_shared(targets: Sequence[torch.Tensor], arg: Any, *, may_be_read: bool) -> bool:

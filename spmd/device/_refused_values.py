@@ -1,4 +1,5 @@
-"""Invalid values, other than indices, for which CPU torch raises: integers divided by 0, probabilities outside [0, 1], negative rates.
+"""Invalid values, other than indices, for which CPU torch raises: integers divided by 0, probabilities outside [0, 1], negative rates,
+masks that select another number of elements than there are values.
 
 For values that the host knows, the error is raised immediately. For others, the program or the eager operation makes a check
 (`_checks`), which is raised at the next read. The body of a branch or a loop checks only values that the host knows, because no flag
@@ -8,6 +9,7 @@ can leave it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 
 from spmd.device._numbers import number_of, sample
+from spmd.lowering.index import masked_count, selected_shape, shape_mismatch
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,38 @@ def _adds_to_zero(lib: Any, values: Any) -> Any:
     return (values.sum(-1) <= 0).any()
 
 
+@dataclass(frozen=True)
+class _Selects:
+    """Whether a mask selects too many elements, `times` for each of its own, or with `exactly` another number than `count`."""
+
+    count: int
+    times: int = 1
+    exactly: bool = False
+
+    def __call__(self, lib: Any, mask: Any) -> Any:
+        selected = lib.count_nonzero(mask) * self.times
+        return selected != self.count if self.exactly else selected > self.count
+
+
+@dataclass(frozen=True)
+class _AddsTo:
+    """Whether the sum of all numbers is another one than `total`."""
+
+    total: int
+
+    def __call__(self, lib: Any, values: Any) -> Any:
+        return values.sum() != self.total
+
+
 _Named = dict[str, Any]
-_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64})
+INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64})
 _DIVISOR = "mask the divisor before this line: torch.where(n == 0, 1, n)"
 
 
 def _divisor(named: _Named) -> Iterator[Refused]:
     """Checks only integer division: floats have infinities, and bools are not divided."""
     self, other = (arg if (number := number_of(arg)) is None else sample(number) for arg in (named["self"], named["other"]))
-    if torch.result_type(self, other) not in _INTEGERS or (isinstance(self, torch.Tensor) and not self.numel()):
+    if torch.result_type(self, other) not in INTEGERS or (isinstance(self, torch.Tensor) and not self.numel()):
         return
     if isinstance(other, torch.Tensor):
         yield Refused(other, _has_zero, "ZeroDivisionError", fix=_DIVISOR)
@@ -117,6 +143,34 @@ def _fractions(named: _Named) -> Iterator[Refused]:
         yield Refused(named["q"], _not_in_unit, "quantile() q values must be in the range [0, 1]")
 
 
+def values_of_mask(named: _Named) -> Iterator[Refused]:
+    """Checks `x[mask] = values` where there is a value for each element that is selected."""
+    self, indices, values = named["self"], named["indices"], named["values"]
+    count = masked_count(self, indices, values)
+    if count is not None:
+        mask = next(index for index in indices if index is not None)
+        text = shape_mismatch(values, selected_shape(self, indices))
+        yield Refused(mask, _Selects(count, exactly=True), text, fix="x = torch.where(mask, values, x), with a value for every element")
+
+
+def _selected(named: _Named) -> Iterator[Refused]:
+    """Checks `masked_scatter`, unless `source` has an element for each one of `self`."""
+    mask, given = named["mask"], named["source"].numel()
+    elements = math.prod(torch.broadcast_shapes(named["self"].shape, mask.shape))
+    if given < elements and mask.dtype is torch.bool:
+        text = "Number of elements of source < number of ones in mask"
+        yield Refused(mask, _Selects(given, elements // mask.numel()), text, fix="compare mask.sum() with source.numel() before this line")
+
+
+def _repeats(named: _Named) -> Iterator[Refused]:
+    """Checks the sum of `repeats` where `output_size` gives it; else the kernel has their values."""
+    size = named.get("output_size")
+    if size is not None:
+        fix = "compare repeats.sum() with output_size before this line"
+        yield Refused(named["repeats"], _AddsTo(int(size)), "allocated size does not match required size", fix=fix)
+        yield Refused(named["repeats"], _has_negative, "repeats can not be negative")
+
+
 _CHANCE = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
 _DEVIATION = "normal expects all elements of std >= 0.0"
 _REMAINDERS = ("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar")
@@ -124,6 +178,8 @@ REFUSED: dict[str, Callable[[_Named], Iterator[Refused]]] = {
     **dict.fromkeys(_REMAINDERS, _divisor),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _rounded_divisor),
     **dict.fromkeys(("floor_divide", "floor_divide.Scalar"), _divisor),
+    "masked_scatter": _selected,
+    "repeat_interleave.Tensor": _repeats,
     "multinomial": _weights,
     "bernoulli": _each("self", _not_in_unit, _CHANCE),
     "bernoulli.Tensor": _each("p", _not_in_unit, _CHANCE),
@@ -133,4 +189,4 @@ REFUSED: dict[str, Callable[[_Named], Iterator[Refused]]] = {
     **dict.fromkeys(("quantile", "nanquantile"), _fractions),
 }
 
-__all__ = ["REFUSED", "Refused"]
+__all__ = ["INTEGERS", "REFUSED", "Refused", "values_of_mask"]

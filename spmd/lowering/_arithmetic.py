@@ -1,4 +1,5 @@
-"""The four arithmetic operations on arrays, and limits. The operations bypass jnp's jit if the operands already agree.
+"""The four arithmetic operations on arrays, and limits; the quotient and the sum of a product
+that are rounded once. The operations bypass jnp's jit if the operands already agree.
 
 Every jnp function is jitted. Its first trace for new shapes takes 0.3 ms, a third of the time to trace a small training step.
 Operands of equal dtype and shape, or of equal dtype where one is 0-dim, do not need jnp's promotion.
@@ -36,6 +37,29 @@ mul = _direct(jnp.multiply, lax.mul, is_exact=True)
 div = _direct(jnp.true_divide, lax.div, is_exact=False)
 
 
+def quotient(x: Any, number: Any) -> Any:
+    """`x / number` for a 0-dim divisor, rounded once. XLA multiplies by the reciprocal of a divisor that all elements share."""
+    return x / jnp.where(jnp.isnan(x), jnp.nan, number)
+
+
+def fused_multiply_add(factor: Any, counts: Any, summand: Any) -> Any:
+    """`factor * counts + summand` rounded once, as in the CPU's instruction, whether or not XLA uses one.
+
+    Args:
+        factor, summand: float32 or float64.
+        counts: whole numbers below 2**24, of that dtype.
+    """
+    if factor.dtype == jnp.float32:
+        factor, counts, summand = (value.astype(jnp.float64) for value in (factor, counts, summand))
+        return (factor * counts + summand).astype(jnp.float32)
+    high = lax.reduce_precision(factor, exponent_bits=11, mantissa_bits=23)  # products with 24 bits are exact
+    product = high * counts
+    total = product + summand
+    rest = total - summand
+    error = (summand - (total - rest)) + (product - rest)
+    return jnp.where(jnp.isfinite(total), total + (error + (factor - high) * counts), total)
+
+
 def at_least(x: Any, bound: Any) -> Any:
     """The larger of `x` and `bound`; NaN if one of them is. XLA's maximum of zeros is +0.0; torch's CPU keeps `x`, also if it is -0.0."""
     is_less = x < bound
@@ -53,4 +77,4 @@ def _is_number(bound: Any) -> bool:
     return isinstance(bound, (int, float)) and bound == bound
 
 
-__all__ = ["add", "at_least", "at_most", "div", "mul", "sub"]
+__all__ = ["add", "at_least", "at_most", "div", "fused_multiply_add", "mul", "quotient", "sub"]

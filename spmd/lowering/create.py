@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.lowering._arithmetic import fused_multiply_add, quotient
 from spmd.lowering._registry import lower
 from spmd.lowering.bessel import i0
 
@@ -111,7 +112,7 @@ def range_(start: Any, end: Any, *, dtype: Any = None) -> Any:
 
 @lower("linspace", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
-    """Computed from both ends inwards, like torch, so that both ends are exact."""
+    """Computed from both ends inwards, like torch, so that both ends are exact. Decisions at edges of bins need all of its bits."""
     exact = jnp.float64 if jnp.issubdtype(dtype, jnp.integer) else dtype
     wide = jnp.promote_types(exact, jnp.float32)
     start, end = jnp.asarray(start).astype(wide), jnp.asarray(end).astype(wide)
@@ -119,9 +120,14 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None) -> Any:
         return start.reshape(1).astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         start, end = jnp.trunc(start), jnp.trunc(end)
-    step = (end - start) / (steps - 1)
     indices = lax.iota(jnp.int64, steps)
-    return jnp.where(indices < steps // 2, start + step * indices, end - step * (steps - 1 - indices)).astype(dtype)
+    is_first, last = indices < steps // 2, steps - 1 - indices
+    if jnp.issubdtype(wide, jnp.complexfloating):
+        step = (end - start) / (steps - 1)
+        return jnp.where(is_first, start + step * indices, end - step * last).astype(dtype)
+    step = quotient(end - start, jnp.asarray(steps - 1, wide))
+    counts = jnp.where(is_first, indices, -last).astype(wide)
+    return fused_multiply_add(step, counts, jnp.where(is_first, start, end)).astype(dtype)
 
 
 @lower("logspace", "logspace.Tensor_Tensor", "logspace.Tensor_Scalar", "logspace.Scalar_Tensor", static=("base",))

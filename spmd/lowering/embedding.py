@@ -59,6 +59,8 @@ def _embedding_bag(
     padding_idx: int = -1,
 ) -> Any:
     """(output [bags, width], bag of each id, ids per bag, and for mode `max` the id whose row has the largest element)."""
+    if indices.dtype not in (jnp.int32, jnp.int64):  # 8 bits cannot count the ids
+        indices = indices.astype(jnp.int64)
     num_bags = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
     starts = offsets[:num_bags]
     bags = (jnp.searchsorted(starts, jnp.arange(indices.shape[0], dtype=starts.dtype), side="right") - 1).astype(indices.dtype)

@@ -8,11 +8,14 @@ to positions only if that is unavoidable. A write through a mask is a `where`, a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base._convert import scalar_type
 from spmd.base._jax import is_tracer
 from spmd.lowering._registry import lower, rounded_factor, scaled, size_if_traced
 
@@ -36,13 +39,17 @@ def _index_tuple(indices: Any) -> tuple[Any, ...]:
             entries.extend(positions(index))
         else:
             entries.append(index)
-    shapes = [entry.shape for entry in entries if not isinstance(entry, slice)]
+    _broadcast_shape([entry.shape for entry in entries if not isinstance(entry, slice)])
+    return tuple(entries)
+
+
+def _broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of index tensors together."""
     try:
-        np.broadcast_shapes(*shapes)
+        return np.broadcast_shapes(*shapes)
     except ValueError:
         listed = ", ".join(str(list(shape)) for shape in shapes)
         raise IndexError(f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}") from None
-    return tuple(entries)
 
 
 def positions(mask: Any) -> tuple[Any, ...]:
@@ -72,10 +79,14 @@ def index(self: Any, indices: Any) -> Any:
 
 
 def _put_needs_values(self: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> bool:
-    if not _has_mask(self, indices):
-        return False
-    alone = _mask_alone(indices)
-    return alone is None or _along_mask(self, alone, indices[alone], values)[1] != 1
+    return _has_mask(self, indices) and (_mask_alone(indices) is None or masked_count(self, indices, values) is not None)
+
+
+def masked_count(self: Any, indices: Any, values: Any) -> int | None:
+    """How many elements the mask must select if it is the only index and there is one value for each of them; else None."""
+    at = _mask_alone(indices)
+    extent = 1 if at is None else _along_mask(self, at, indices[at], values)[1]
+    return None if extent in (1, -1) else extent  # -1: a number, or values that do not fit whatever the mask selects
 
 
 def _mask_alone(indices: Any) -> int | None:
@@ -91,13 +102,69 @@ def _along_mask(self: Any, at: int, mask: Any, values: Any) -> tuple[tuple[int, 
     return shape, shape[at] if len(shape) == rank else -1
 
 
-@lower("index_put", "_unsafe_index_put", "_index_put_impl", data_dependent=_put_needs_values, check=_require_mask_shapes)
+def _require_put(self: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> None:
+    """Raise torch's errors for masks, values and dtypes of `self[indices] = values`."""
+    _require_mask_shapes(self, indices)
+    if _is_fill(indices, values, accumulate):
+        return
+    if _mask_alone(indices) is not None or not _has_mask(self, indices):  # else the rule has the values of the masks
+        _require_expandable(values, selected_shape(self, indices))
+    if values.dtype != self.dtype:
+        raise RuntimeError(
+            f"Index put requires the source and destination dtypes match, got {scalar_type(self.dtype)} for the destination and "
+            f"{scalar_type(values.dtype)} for the source."
+        )
+
+
+def _is_fill(indices: Any, values: Any, accumulate: bool) -> bool:
+    """Whether torch fills the elements of a mask with a number, which may have any dtype and rank."""
+    return values.size == 1 and not accumulate and _mask_alone(indices) is not None
+
+
+def _require_expandable(values: Any, shape: tuple[int | None, ...]) -> None:
+    """Raise torch's error if the values cannot be broadcast to the shape that is selected."""
+    dims = zip(reversed(values.shape), reversed(shape), strict=False)
+    if values.ndim > len(shape) or any(n not in (1, size) for n, size in dims if size is not None):
+        raise RuntimeError(shape_mismatch(values, shape))
+
+
+def shape_mismatch(values: Any, shape: Sequence[int | None]) -> str:
+    """Torch's error for values that do not fit the shape of what they are written to."""
+    listed = ", ".join("?" if size is None else str(size) for size in shape)
+    return f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape [{listed}]"
+
+
+def selected_shape(self: Any, indices: Any) -> tuple[int | None, ...]:
+    """The shape of `self[indices]`. None is the number of elements that masks select."""
+    shapes: list[tuple[int, ...]] = []
+    places: list[int] = []  # dims that are indexed
+    dim = 0
+    for index in indices:
+        count = index.ndim if index is not None and is_mask(index) else 1
+        if index is not None:
+            places.extend(range(dim, dim + count))
+            shapes.append((1,) if is_mask(index) else tuple(index.shape))
+        dim += count
+    if dim > self.ndim:
+        raise IndexError(f"too many indices for tensor of dimension {self.ndim} (got {dim})")
+    selected: tuple[int | None, ...] = _broadcast_shape(shapes)
+    if selected[-1:] == (1,) and any(index is not None and is_mask(index) for index in indices):
+        selected = (*selected[:-1], None)
+    rest = [size for at, size in enumerate(self.shape) if at not in places]
+    first = places[0] if places and places == list(range(places[0], places[-1] + 1)) else 0  # apart, they come first
+    return (*rest[:first], *selected, *rest[first:])
+
+
+@lower("index_put", "_unsafe_index_put", "_index_put_impl", data_dependent=_put_needs_values, check=_require_put)
 def index_put(self: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
-    values = values.astype(self.dtype)
+    values = (values.reshape(()) if _is_fill(indices, values, accumulate) else values).astype(self.dtype)
     at = _mask_alone(indices)
-    if at is not None and values.ndim <= self.ndim - indices[at].ndim + 1:
+    if at is not None:
         return _put_masked(self, at, indices[at].astype(bool), values, accumulate)
-    return combined_at(jnp.asarray(self).at[_index_tuple(indices)], "add" if accumulate else "set", values)
+    target = jnp.asarray(self).at[_index_tuple(indices)]
+    if _has_mask(self, indices):
+        _require_expandable(values, jax.eval_shape(target.get).shape)
+    return combined_at(target, "add" if accumulate else "set", values)
 
 
 _OF_BOOL = {"add": "max", "multiply": "min"}
@@ -113,11 +180,11 @@ def combined_at(target: Any, method: str, values: Any) -> Any:
 def _put_masked(self: Any, at: int, mask: Any, values: Any, accumulate: bool) -> Any:
     """`self[:, ..., mask] = values` as a `where`: the n-th selected element takes the n-th value."""
     shape, extent = _along_mask(self, at, mask, values)
-    values = values.reshape(shape)
+    given, values = values, values.reshape(shape)
     if extent == 1:
         values = values.reshape(*shape[:at], *(1,) * mask.ndim, *shape[at + 1 :])
     else:
-        _check_count(mask, extent, shape)
+        _require_count(self, at, mask, given, extent)
         if extent == 0:
             return self
         values = jnp.take(values, nth_selected(mask), axis=at, mode="clip")
@@ -125,9 +192,10 @@ def _put_masked(self: Any, at: int, mask: Any, values: Any, accumulate: bool) ->
     return jnp.where(mask, self + values if accumulate else values, self)
 
 
-def _check_count(mask: Any, extent: int, shape: tuple[int, ...]) -> None:
-    if not is_tracer(mask) and int(mask.sum()) != extent:
-        raise RuntimeError(f"shape mismatch: value tensor of shape {list(shape)} for a mask that selects {int(mask.sum())} elements")
+def _require_count(self: Any, at: int, mask: Any, values: Any, extent: int) -> None:
+    """Raise torch's error if the mask does not select as many elements as there are values. In a trace the device checks it."""
+    if not is_tracer(mask) and (count := int(mask.sum())) != extent:
+        raise RuntimeError(shape_mismatch(values, (*self.shape[:at], count, *self.shape[at + mask.ndim :])))
 
 
 def nth_selected(mask: Any) -> Any:
@@ -150,7 +218,7 @@ def _require_bool_mask(self: Any, mask: Any, source: Any) -> None:
 @lower("masked_scatter", check=_require_bool_mask)
 def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
     shape = jnp.broadcast_shapes(self.shape, mask.shape)
-    if math.prod(shape) == 0 or source.size == 0:
+    if math.prod(shape) == 0 or source.size == 0:  # nothing is selected, or a check raises (see `spmd.device._refused_values`)
         return jnp.broadcast_to(self, shape)
     mask = jnp.broadcast_to(mask, shape)
     return jnp.where(mask, jnp.take(source.reshape(-1), nth_selected(mask), mode="clip"), self)
@@ -182,7 +250,8 @@ def _as_slices(self: Any, dim: int, index: Any, source: Any) -> Any:
     return source if source.ndim == self.ndim else jnp.expand_dims(source, dim % self.ndim)
 
 
-def _require_source_shape(self: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> None:
+def require_source_shape(self: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> None:
+    """Raise torch's error if the slices of `source` along `dim` have another shape than those of `self`."""
     if self.ndim == 0 or source.ndim == 0:
         return
     others = [shape[: dim % self.ndim] + shape[dim % self.ndim + 1 :] for shape in (self.shape, source.shape)]
@@ -193,7 +262,7 @@ def _require_source_shape(self: Any, dim: int, index: Any, source: Any, *, alpha
         )
 
 
-@lower("index_add", check=_require_source_shape)
+@lower("index_add", check=require_source_shape)
 def index_add(self: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     added = scaled(_as_slices(self, dim, index, source), rounded_factor(alpha, self.dtype)).astype(self.dtype)
     return combined_at(slices(self, dim, index), "add", added).reshape(self.shape)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.lowering._registry import lower
-from spmd.lowering.index import combined_at, slices
+from spmd.lowering.index import combined_at, require_source_shape, slices
 
 Combine = Callable[[Any, str, Any], Any]  # (base, name of the method of `.at[...]`, values) -> base with the values combined in
 
@@ -66,6 +66,7 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, in
 
 
 def _require_index_per_slice(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> None:
+    require_source_shape(self, dim, index, source)
     dim = dim % max(source.ndim, 1)
     count = source.shape[dim] if source.ndim else 1
     if index.size != count:

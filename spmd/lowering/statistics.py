@@ -10,7 +10,9 @@ import numpy as np
 from jax import lax
 
 from spmd.base._convert import cast
+from spmd.lowering._arithmetic import quotient
 from spmd.lowering._registry import assumed, lower, size_if_traced
+from spmd.lowering.create import linspace
 from spmd.lowering.reduce import nonempty_dim_check
 from spmd.lowering.sort import sorted_with_indices
 
@@ -88,13 +90,18 @@ def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     if x.size:
         low, high = jnp.where(low == high, jnp.min(wide), low), jnp.where(low == high, jnp.max(wide), high)
     low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
-    index = jnp.floor((wide - low) / (high - low) * bins).astype(jnp.int64)
+    index = jnp.floor(quotient((wide - low) * bins, high - low)).astype(jnp.int64)
     inside = (wide >= low) & (wide <= high)
     counts = jnp.zeros(bins, wide.dtype).at[jnp.where(inside, jnp.clip(index, 0, bins - 1), bins)].add(1, mode="drop")
     return counts.astype(self.dtype)
 
 
-@lower("bincount", data_dependent=True)
+def _require_weight_per_value(self: Any, weights: Any = None, minlength: int = 0) -> None:
+    if weights is not None and weights.shape != self.shape:
+        raise RuntimeError("weights should be 1-d and have the same length as input")
+
+
+@lower("bincount", data_dependent=True, check=_require_weight_per_value)
 def bincount(self: Any, weights: Any = None, minlength: int = 0) -> Any:
     """If the values are unknown, the length is assumed to be `minlength`: metrics pass the number of classes."""
     if self.ndim != 1:
@@ -157,7 +164,7 @@ def _edges(points: Any, bins: tuple[int, ...], range: tuple[float, ...] | None) 
         else:
             low, high = jnp.zeros((), points.dtype), jnp.ones((), points.dtype)
         same = low == high
-        found.append(jnp.linspace(jnp.where(same, low - 0.5, low), jnp.where(same, high + 0.5, high), count + 1, dtype=points.dtype))
+        found.append(linspace(jnp.where(same, low - 0.5, low), jnp.where(same, high + 0.5, high), count + 1, dtype=points.dtype))
     return found
 
 

@@ -183,3 +183,14 @@ def test_a_branch_that_is_not_taken_looks_at_no_index() -> None:
     w, ids = torch.arange(4.0).to("jax"), torch.tensor([1, 9]).to("jax")
     step = spmd.compile(lambda take, ids: torch.cond(take, lambda i: w[i], lambda i: w[:2] + i, (ids,)))
     assert step(torch.tensor(False).to("jax"), ids).tolist() == [1.0, 10.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.int16], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_narrow_ids_hold_more_ids_than_these_count(mode: str, dtype: torch.dtype) -> None:
+    ids, offsets, weight = (torch.arange(300) % 2).to(dtype), torch.tensor([0, 290]), torch.randn(2, 3)
+    try:
+        expected = F.embedding_bag(ids, weight, offsets, mode=mode)
+    except RuntimeError:
+        return  # the CPU has no such bag
+    assert_equal(F.embedding_bag(ids.to("jax"), weight.to("jax"), offsets.to("jax"), mode=mode), expected)

@@ -44,6 +44,49 @@ REFUSED: dict[str, Callable[[str], object]] = {
     ),
     "mixed_lstm": lambda d: torch.nn.LSTM(2, 2).to(d)(torch.ones(1, 1, 2, device=d).double()),
     "embedding_of_floats": lambda d: torch.nn.functional.embedding(torch.ones(1, device=d), torch.ones(2, 2, device=d)),
+    "embedding_of_negative_floats": lambda d: torch.nn.functional.embedding(-torch.ones(1, device=d), torch.ones(2, 2, device=d)),
+    "gather_of_negative_floats": lambda d: torch.ones(2, device=d).gather(0, -torch.ones(1, device=d)),
+    "selection_by_negative_floats": lambda d: torch.ones(2, device=d).index_select(0, -torch.ones(1, device=d)),
+    "take_of_negative_floats": lambda d: torch.ones(2, device=d).take(-torch.ones(1, device=d)),
+    "loss_of_shorts": lambda d: torch.nn.functional.nll_loss(torch.ones(1, 2, device=d), torch.full((1,), 7, device=d).short()),
+    "copy_of_shorts": lambda d: torch.ones(2, device=d).index_copy(0, torch.zeros(1, device=d).short(), torch.ones(1, device=d)),
+    "put_of_ints": lambda d: torch.ones(2, device=d).put(torch.zeros(1, device=d).int(), torch.ones(1, device=d)),
+    "weights_of_counts": lambda d: torch.bincount(torch.zeros(3, dtype=torch.int64, device=d), torch.ones(1, device=d)),
+    "slices_of_index_reduce": lambda d: torch.ones(3, 4, device=d).index_reduce(
+        0, torch.zeros(2, dtype=torch.int64, device=d), torch.ones(2, 1, device=d), "prod"
+    ),
+    **{
+        f"put_of_{name}": lambda d, put=put: put(torch.zeros(3, 4, device=d), torch.tensor([0, 1, 1], device=d), d)
+        for name, put in {
+            "shape": lambda x, i, d: x.__setitem__(i, torch.ones(2, 4, device=d)),
+            "rows": lambda x, i, d: x.__setitem__((i, i), torch.ones(3, 4, device=d)),
+            "matrix": lambda x, i, d: x.__setitem__(i.expand(3, 3), torch.ones(3, 4, 1, device=d)),
+            "rank": lambda x, i, d: x.index_put_((i,), torch.ones(1, 3, 4, device=d)),
+            "accumulated": lambda x, i, d: x.index_put_((i,), torch.ones(4, 4, device=d), accumulate=True),
+            "columns": lambda x, i, d: x.__setitem__((slice(None), i), torch.ones(3, 2, device=d)),
+            "mask": lambda x, i, d: x.__setitem__(i > 0, torch.ones(3, 4, device=d)),
+            "mask_and_index": lambda x, i, d: x.__setitem__((i > 0, i[:2]), torch.ones(3, device=d)),
+            "doubles": lambda x, i, d: x.__setitem__(i, torch.ones(3, 4, device=d).double()),
+            "doubles_by_mask": lambda x, i, d: x.__setitem__(i > 0, torch.ones(2, 4, device=d).double()),
+            "a_half_by_mask": lambda x, i, d: x.index_put_((i > 0,), torch.ones((), device=d).half(), accumulate=True),
+            "ints_by_mask": lambda x, i, d: x.__setitem__((i > 0, i[:2]), torch.ones(2, device=d).int()),
+            "too_many_indices": lambda x, i, d: x.index_put_((i, i, i), torch.ones(3, device=d)),
+        }.items()
+    },
+    **{
+        f"float8_{name}": lambda d, fn=fn: fn(torch.ones(4, device=d).to(torch.float8_e4m3fn))
+        for name, fn in {
+            "add": lambda x: x + x,
+            "times": lambda x: x * 2,
+            "negative": lambda x: -x,
+            "sum": lambda x: x.sum(),
+            "max": lambda x: x.max(),
+            "exp": lambda x: x.exp(),
+            "less": lambda x: x < x,
+            "sort": lambda x: x.sort(),
+            "softmax": lambda x: x.softmax(0),
+        }.items()
+    },
     "var_of_bools": lambda d: torch.tensor([True, False], device=d).var(0),
     "softmax_of_ints": lambda d: torch.tensor([1, 2], device=d).softmax(0),
     "abs_of_bools": lambda d: torch.tensor([True], device=d).abs(),
@@ -90,6 +133,34 @@ def test_error_is_the_cpu_s(name: str) -> None:
     with pytest.raises(type(cpu.value)) as device:
         REFUSED[name]("jax")
     assert str(device.value) == str(cpu.value)
+
+
+def test_a_call_that_is_refused_for_its_shape_does_not_accept_the_dtypes() -> None:
+    def refused(fn: Callable[[], object], text: str) -> None:
+        for _ in range(2):
+            with pytest.raises((RuntimeError, ValueError), match=text):
+                fn()
+
+    x, doubles = torch.zeros(3, 4, device="jax"), torch.ones(2, 4, dtype=torch.float64, device="jax")
+    i, matrix = torch.tensor([0, 1], device="jax"), torch.zeros(3, 4, dtype=torch.int64, device="jax")
+    refused(lambda: x.index_put_((i,), doubles), "source and destination dtypes match")
+    refused(lambda: x.index_put_((matrix,), doubles), "shape mismatch")
+    refused(lambda: x.index_put_((i,), doubles), "source and destination dtypes match")
+    assert not x.any()
+    slots = (TensorSlot(0, torch.float32), TensorSlot(1, torch.float64))
+    check = MetaCheck(torch.ops.aten.dot.default, slots, {})
+    with pytest.raises(RuntimeError):  # any shape is refused
+        check.results([torch.ones(2), torch.ones(3)])
+    check.check_dtypes([torch.ones(2), torch.ones(2, 2)], draws=False)  # for the rank, so the dtypes are open
+    assert check.has_dtypes_open
+    refused(lambda: check.check([torch.ones(3), torch.ones(3)]), "dot : expected both vectors to have same dtype")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_elements_of_eight_bits_are_moved_and_not_computed_with(dtype: torch.dtype) -> None:
+    x, i = torch.arange(4.0).to(dtype).to("jax"), torch.tensor([3, 0], device="jax")
+    assert x.gather(0, i).float().tolist() == [3, 0] and x.flip(0).float().tolist() == [3, 2, 1, 0]
+    assert x.scatter(0, i, x[1:3]).float().tolist() == [2, 1, 2, 1] and x.masked_fill(x == 1, 3.0).float().tolist() == [0, 3, 2, 3]
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])

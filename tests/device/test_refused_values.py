@@ -33,6 +33,12 @@ OPS: dict[str, tuple[Op, list[float], list[float]]] = {
     "quantile": (lambda q: torch.arange(4.0, device=q.device).quantile(q), [0.0, 1.0], [0.5, 1.5]),
     "nanquantile": (lambda q: torch.arange(4.0, device=q.device).requires_grad_().nanquantile(q, 0), [0.0, 1.0], [0.5, torch.nan]),
     "BCELoss": (lambda p: F.binary_cross_entropy(p, torch.ones_like(p)), [0.0, 1.0], [0.5, 1.5]),
+    "masked_scatter": (lambda m: m.masked_scatter(m > 0, m[:1] + 2), [0.0, 1.0], [1.0, 1.0]),
+    "masked_scatter_": (lambda m: m.clone().masked_scatter_(m > 0, m[:1] + 2), [1.0, 0.0], [1.0, 1.0]),
+    "masked_scatter of a row": (lambda m: m.expand(2, 2).masked_scatter(m > 0, m + 2), [0.0, 1.0], [1.0, 1.0]),
+    "masked_scatter of nothing": (lambda m: m.masked_scatter(m > 0, m[:0]), [0.0, 0.0], [0.0, 1.0]),
+    "masked_scatter of as many": (lambda m: m.masked_scatter(m > 0, m + 2), [1.0, 1.0], []),
+    "repeat_interleave": (lambda n: n.repeat_interleave(n.long(), output_size=3), [1.0, 2.0], [1.0, 1.0]),
     "BCELoss, target": (lambda t: F.binary_cross_entropy(torch.ones_like(t), t), [0.0, 1.0], [0.5, 2.0]),
 }
 
@@ -67,6 +73,41 @@ def test_values_are_accepted_or_refused_as_by_the_cpu(name: str) -> None:
     assert step.num_traces == 1
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_mask_must_select_as_many_elements_as_there_are_values(count: int, accumulate: bool) -> None:
+    def put(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return x.index_put_((x > 0,), values, accumulate=accumulate)
+
+    values, step = torch.arange(float(count)) + 5, spmd.compile(put)
+    for numbers in ([1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 0.0]):
+        x = torch.tensor(numbers)
+        try:
+            expected: Any = put(x.clone(), values)
+        except RuntimeError as error:
+            expected = error
+        eager = of_device(numbers)
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(put(eager, values.to("jax")).cpu(), expected)
+            torch.testing.assert_close(step(of_device(numbers), values.to("jax")).cpu(), expected)
+            continue
+        with pytest.raises(RuntimeError) as found:
+            put(eager, values.to("jax"))
+        assert str(found.value) == str(expected) and eager.tolist() == numbers
+        with pytest.raises(spmd.CheckFailed, match="cannot be broadcast to indexing result") as checked:
+            read(step(of_device(numbers), values.to("jax")))
+        assert isinstance(checked.value, RuntimeError)
+
+
+def test_a_mask_that_the_host_knows_raises_at_its_line() -> None:
+    x, mask, source = torch.zeros(2).to("jax"), torch.tensor([True, True]), torch.ones(1).to("jax")
+    with pytest.raises(RuntimeError, match="^Number of elements of source < number of ones in mask$"):
+        x.masked_scatter_(mask.to("jax"), source)
+    assert x.tolist() == [0, 0]
+    with pytest.raises(RuntimeError, match="^Number of elements of source < number of ones in mask"):
+        spmd.compile(lambda x, s: x.masked_scatter(torch.tensor([True, True], device="jax"), s))(x, source)
+
+
 def test_values_that_the_host_knows_raise_at_their_line() -> None:
     n = torch.tensor([1, 0])
     more_bits = 2**40  # an int32 has none of them
@@ -89,6 +130,13 @@ def test_padding_is_no_divisor() -> None:
     n = torch.arange(1, 11)
     marked = spmd.mark_sharding(n.to("jax") + torch.zeros((), dtype=torch.int64, device="jax"), line(), ("data",))
     assert spmd.compile(lambda n: 100 // n)(marked).tolist() == (100 // n).tolist()
+
+
+def test_a_padded_mask_selects_nothing_more() -> None:
+    sizes = {0: spmd.Dim("n", max=32)}
+    step = spmd.compile(lambda x, s: x.masked_scatter(x > -1, s), dynamic={"x": sizes, "s": sizes})
+    for size in (3, 5, 9, 17):
+        assert step(torch.zeros(size).to("jax"), torch.arange(float(size)).to("jax")).tolist() == list(range(size))
 
 
 def test_a_branch_refuses_nothing_that_it_does_not_compute() -> None:
