@@ -92,12 +92,9 @@ def fully_shard(
     mesh = as_mesh(mesh)
     axes = _axes(mesh, axis)
     require_no_unit([module])
-    if type(stage) is bool or stage not in (1, 2, 3):
-        known = "3 shards parameters, gradients and optimizer state; 2 gradients and state; 1 state only"
-        raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
     if mp_policy is not None:
         require_policy(mp_policy)
-    _require_options(reshard_after_forward, ignored_params, shard_placement_fn)
+    _require_options(stage, reshard_after_forward, ignored_params, shard_placement_fn)
     if _INSIDE in vars(module):
         outer = vars(module)[_INSIDE]
         what = f"{type(module).__name__} is inside a {outer} that is already a unit of fully_shard and owns its parameters"
@@ -179,8 +176,11 @@ def _axes(mesh: Mesh, axis: Any) -> tuple[str, ...]:
     return axes
 
 
-def _require_options(reshard: object, ignored: object, choose: object) -> None:
+def _require_options(stage: object, reshard: object, ignored: object, choose: object) -> None:
     """Refuse options of wrong types, before a parameter is marked."""
+    if type(stage) is bool or stage not in (1, 2, 3):
+        known = "3 shards parameters, gradients and optimizer state; 2 gradients and state; 1 state only"
+        raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
     if reshard is not None and not isinstance(reshard, bool):
         what = f"reshard_after_forward of fully_shard must be True, False or None, got {shown(reshard)}"
         raise SpmdError(message(what, fix="reshard_after_forward=False keeps the gathered parameters for the backward pass"))

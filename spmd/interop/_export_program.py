@@ -78,14 +78,12 @@ def export(
         The path.
 
     Raises:
-        SpmdError: `path` is not one of a file in an existing folder, or the program would need Python: the function writes to Python
-            objects, updates an argument, returns something other than containers of tensors and plain values, or depends on values of
-            the host.
+        SpmdError: `path` is not in a folder, or the program would need Python: the function writes to Python objects, updates an argument,
+            returns something other than containers of tensors and plain values, or depends on values of the host.
         TraceError: from `spmd.compile`; or it is not proved that one program, plus a few for small sizes, covers all sizes.
     """
-    source = fn._fn if isinstance(fn, Step) else fn
+    path, source = file_to_write(path, "spmd.export", "spmd.export(fn, args, {path})"), fn._fn if isinstance(fn, Step) else fn
     name = name_of(source)
-    path = file_to_write(path, "spmd.export", f"spmd.export({name}, args, {{path}})")
     _require_tuples((args, *also), name)
 
     @_named_like(source)
