@@ -64,6 +64,9 @@ class Mesh:
         shape = _checked_shape(mesh_shape)
         names = _checked_names(axis_names, shape)
         title = _title(names, shape)
+        if topology is not None and not isinstance(topology, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+            what = f"topology of {title} must be the name of a TPU slice, got {topology!r}"
+            raise MeshError(message(what, fix=f'mesh.Mesh(range({math.prod(shape)}), {shape}, {names}, topology="v5e:2x4")'))
         object.__setattr__(self, "topology", topology)
         object.__setattr__(self, "_ids", _checked_ids(device_ids, shape, title, topology))
         object.__setattr__(self, "mesh_shape", shape)

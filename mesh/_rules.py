@@ -195,6 +195,10 @@ def _as_rule(pair: object) -> Rule:
             )
         )
     pattern, spec = pair
+    if isinstance(pattern, str) and (left := re.search(r"[{}\[\]]", re.sub(r"\[[^\]]+\]|\{[^{}]+\}", "", pattern))):
+        what = f"the pattern {pattern!r} of a rule has {left.group()!r} without its partner"
+        without = re.sub(r"[{}\[\]]", "", pattern)
+        raise SpecError(message(what, "'{a,b}' matches a or b, '[ab]' one of these letters", fix=f"close it, or write {without!r}"))
     if spec is None or isinstance(spec, PartitionSpec) or callable(spec):
         return Rule(pattern, cast("PartitionSpec | SpecFunction | None", spec))
     try:

@@ -92,20 +92,18 @@ def fully_shard(
     mesh = as_mesh(mesh)
     axes = _axes(mesh, axis)
     require_no_unit([module])
-    if stage not in (1, 2, 3):
-        known = "3 shards parameters, gradients and optimizer state; 2 gradients and state; 1 state only"
-        raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
     if mp_policy is not None:
         require_policy(mp_policy)
+    _require_options(stage, reshard_after_forward, ignored_params, shard_placement_fn)
     if _INSIDE in vars(module):
         outer = vars(module)[_INSIDE]
         what = f"{type(module).__name__} is inside a {outer} that is already a unit of fully_shard and owns its parameters"
         raise SpmdError(message(what, fix="call fully_shard on inner modules first and on the whole model last"))
-    ignored = {id(p) for p in ignored_params or ()}
+    ignored = _ids_of(ignored_params or ())
     own = {id(p): p for p in _own_parameters(module) if id(p) not in ignored}
     for parameter in own.values():
         _shard(parameter, mesh, axes, stage, shard_placement_fn)
-    unit = _Unit(mesh, axes, stage, reshard_after_forward, mp_policy, frozenset(ignored))
+    unit = _Unit(mesh, axes, stage, reshard_after_forward, mp_policy, ignored)
     vars(module)[_UNIT] = unit
     for inner in module.modules():
         if inner is not module:
@@ -164,13 +162,43 @@ def is_outermost(module: nn.Module) -> bool:
     return _INSIDE not in vars(module)
 
 
-def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    axes = (fsdp_axis(mesh),) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+def _axes(mesh: Mesh, axis: Any) -> tuple[str, ...]:
+    axes: tuple[Any, ...] = (
+        (fsdp_axis(mesh),) if axis is None else tuple(axis) if isinstance(axis, Iterable) and not isinstance(axis, str) else (axis,)
+    )
+    known = f"axes of the mesh: {', '.join(map(repr, mesh.axis_names))}"
+    if not axes or not all(isinstance(name, str) for name in axes):
+        what = f"axis of fully_shard must be the name of a mesh axis or a tuple of names, got {axis!r}"
+        raise SpmdError(message(what, known, fix=f"axis={mesh.axis_names[0]!r}"))
     for name in axes:
         if name not in mesh.axis_names:
-            shown = ", ".join(map(repr, mesh.axis_names))
-            raise SpmdError(message(f"{mesh} has no axis {name!r}", f"axes of the mesh: {shown}", fix=f"axis={mesh.axis_names[0]!r}"))
+            raise SpmdError(message(f"{mesh} has no axis {name!r}", known, fix=f"axis={mesh.axis_names[0]!r}"))
     return axes
+
+
+def _require_options(stage: object, reshard: object, ignored: object, choose: object) -> None:
+    """Refuse options of wrong types, before a parameter is marked."""
+    if type(stage) is bool or stage not in (1, 2, 3):
+        known = "3 shards parameters, gradients and optimizer state; 2 gradients and state; 1 state only"
+        raise SpmdError(message(f"fully_shard has no stage {stage!r}", known, fix="stage=3, the default"))
+    if reshard is not None and not isinstance(reshard, bool):
+        what = f"reshard_after_forward of fully_shard must be True, False or None, got {shown(reshard)}"
+        raise SpmdError(message(what, fix="reshard_after_forward=False keeps the gathered parameters for the backward pass"))
+    if ignored is not None and (isinstance(ignored, torch.Tensor) or not isinstance(ignored, Iterable)):
+        what = f"ignored_params of fully_shard must be a set of parameters, got {shown(ignored)}"
+        raise SpmdError(message(what, fix="ignored_params={module.scale}"))
+    if choose is not None and not callable(choose):
+        what = f"shard_placement_fn of fully_shard must be a function of a parameter, got {shown(choose)}"
+        raise SpmdError(message(what, fix="shard_placement_fn=lambda parameter: Shard(0)"))
+
+
+def _ids_of(ignored: Iterable[Any]) -> frozenset[int]:
+    listed = list(ignored)
+    wrong = next((p for p in listed if not isinstance(p, torch.Tensor)), None)
+    if wrong is not None:
+        what = f"ignored_params of fully_shard has {shown(wrong)} where a parameter is expected"
+        raise SpmdError(message(what, fix='ignored_params={module.get_parameter("scale")}'))
+    return frozenset(map(id, listed))
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

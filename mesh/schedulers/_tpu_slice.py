@@ -56,14 +56,25 @@ class TpuSlice:
         """Parse a name like "v5e:4x4", as in `mesh.Mesh(topology=...)`.
 
         Raises:
-            DeviceError: the generation is unknown, or its grids have another number of dims.
+            DeviceError: the generation is unknown, or it has no slice of this grid.
         """
         generation, _, grid = text.partition(":")
         known = _GENERATIONS.get(generation)
         if known is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", grid) or grid.count("x") != known.dims - 1:
             names = ", ".join(f"{name}:{'x'.join(['4'] * each.dims)}" for name, each in _GENERATIONS.items())
             raise DeviceError(message(f"{text!r} is not a TPU slice", fix=f"write the chips and their grid, as in {names}"))
-        return TpuSlice(generation, tuple(int(size) for size in grid.split("x")))
+        sizes = tuple(int(size) for size in grid.split("x"))
+        wrong = next((size for size in sizes if size not in ((1, 2, 4, 8, 16) if known.dims == 2 else (1, 2, size // 4 * 4))), None)
+        if wrong is not None:
+            of = "1, 2, 4, 8 or 16 chips" if known.dims == 2 else "1, 2 or a multiple of 4 chips"
+            raise DeviceError(
+                message(
+                    f"there is no TPU slice {text!r}",
+                    f"a dim of {generation} has {of}, not {wrong}",
+                    fix=f"write {generation}:{'x'.join(['4'] * known.dims)}",
+                )
+            )
+        return TpuSlice(generation, sizes)
 
     @property
     def num_chips(self) -> int:

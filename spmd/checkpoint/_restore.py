@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import mesh
 from mesh.platform._allocator import give_back_freed_memory
-from spmd.base._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, called_at, message, shown
 from spmd.checkpoint import _files, _inventory, _owner, _save
 from spmd.checkpoint._collect import RANDOM, parameter_names
 from spmd.checkpoint._coordination import Gang, current_gang
@@ -66,11 +68,12 @@ def restore(
         gang: the processes of the job; by default all processes of `jax.distributed`.
 
     Raises:
-        CheckpointError: no step is valid and matches `state`; the message gives the reason for each.
+        CheckpointError: an argument has a wrong type, or no step is valid and matches `state`; the message gives the reason for each.
 
     Warns:
         UserWarning: newer steps were skipped.
     """
+    _require_arguments(path, step, {"cast": cast, "random": random})
     root = Path(os.path.abspath(path))
     _save.join(root)
     gang = current_gang() if gang is None else gang
@@ -79,6 +82,20 @@ def restore(
     give_back_freed_memory()
     _owner.forget(root)
     return restored
+
+
+def _require_arguments(path: object, step: object, flags: dict[str, object]) -> None:
+    call = "spmd.checkpoint.restore(path, state)"
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(message(f"restore takes the path of a folder first, got {shown(path)}", *called_at(), fix=call))
+    if step is not None and (isinstance(step, bool | torch.Tensor) or not hasattr(type(step), "__index__")):
+        number = step if isinstance(step, str) and step.isdecimal() else "10"
+        fix = f"spmd.checkpoint.restore(path, state, step={int(number)})"
+        raise CheckpointError(message(f"step of restore must be an integer or None, got {shown(step)}", *called_at(), fix=fix))
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            fix = f"spmd.checkpoint.restore(path, state, {name}=True)"
+            raise CheckpointError(message(f"{name} of restore must be True or False, got {shown(value)}", *called_at(), fix=fix))
 
 
 def _restored(root: Path, state: Any, step: int | None, cast: bool, random: bool, gang: Gang) -> Restored:

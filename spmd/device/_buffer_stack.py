@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from mesh import PartitionSpec, ShardingSpec
 from spmd.base._convert import exact_dtypes
@@ -46,6 +47,13 @@ class BufferStack:
     def is_whole(self) -> bool:
         """Whether `whole` holds the values of all members."""
         return self.whole.value is not None and all(queue is self for queue in map(_queue, self.members))
+
+    def member_sharding(self) -> jax.sharding.Sharding | None:
+        """The sharding of each unmarked member, from that of the stack. None if that splits its first dim."""
+        found = None if self.whole.value is None else self.whole.value.sharding
+        if not isinstance(found, NamedSharding) or found.spec[:1] not in ((), (None,)):
+            return None
+        return NamedSharding(found.mesh, jax.sharding.PartitionSpec(*found.spec[1:]))
 
     def gather(self) -> None:
         """Stack the members' values into `whole`, unless they are stacked already."""

@@ -112,8 +112,8 @@ class Recorder(Protocol):
     def laid_out(self, spec: mesh.ShardingSpec) -> None:
         """Record that a value was constrained to the layout `spec`."""
 
-    def ran_layers(self, results: Sequence[Any]) -> None:
-        """Record that layers ran that must become one loop; `results` has the result of each, a pytree of tensors."""
+    def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
+        """Record that layers ran that must become one loop: the result of each, and the names of its parameters that need a gradient."""
 
     def reduce_in(self, dtype: Any) -> None:
         """Sum gradients of weights in `dtype` from here on (in the widest dtype requested so far)."""

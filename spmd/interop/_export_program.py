@@ -31,6 +31,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import call_of, exported_by
 from spmd.base._torch import pytree
+from spmd.base._written_files import file_to_write
 from spmd.device._arrays import fetched
 from spmd.device._partitioner import avoid_faults
 from spmd.device._random_stream import advanced, default_stream
@@ -77,11 +78,11 @@ def export(
         The path.
 
     Raises:
-        SpmdError: the program would need Python: the function writes to Python objects, updates an argument, returns something other
-            than containers of tensors and plain values, or depends on values of the host.
+        SpmdError: `path` is not in a folder, or the program would need Python: the function writes to Python objects, updates an argument,
+            returns something other than containers of tensors and plain values, or depends on values of the host.
         TraceError: from `spmd.compile`; or it is not proved that one program, plus a few for small sizes, covers all sizes.
     """
-    source = fn._fn if isinstance(fn, Step) else fn
+    path, source = file_to_write(path, "spmd.export", "spmd.export(fn, args, {path})"), fn._fn if isinstance(fn, Step) else fn
     name = name_of(source)
     _require_tuples((args, *also), name)
 
@@ -109,7 +110,7 @@ def export(
         for item, value in zip(manifest["state"], writer.values(), strict=True):
             if item["file"]:
                 archive.writestr(item["file"], _npy(value))
-    return Path(path)
+    return path
 
 
 def _require_tuples(several: Sequence[Any], name: str) -> None:

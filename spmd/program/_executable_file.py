@@ -30,6 +30,7 @@ from mesh.job._join import job, program_environment
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax_executables import Written, device_ids, is_in_order_when_read, packed_call, written
 from spmd.base._program_files import machine_name
+from spmd.base._written_files import file_path, file_to_write
 from spmd.program.xla._cached_executables import CachedExecutable
 from spmd.program.xla._digest import code_digest
 
@@ -44,13 +45,17 @@ class NoProgramFile(SpmdError, FileNotFoundError):
 _FORMAT = "spmd executables 1"
 
 
-def save_executables(path: Path, name: str, programs: Iterable[Program], client: Any) -> None:
+def save_executables(path: Any, name: str, programs: Iterable[Program], client: Any) -> Path:
     """Write the executables of these programs to `path` atomically: a failure leaves a file that was there unchanged.
 
+    Returns:
+        The path.
+
     Raises:
-        SpmdError: a program calls back into Python, or could hang once it is loaded (Note [Collectives that lose their order]), or this
-            process is part of a job.
+        SpmdError: `path` is not one of a file in an existing folder, a program calls back into Python, or could hang once it is loaded
+            (Note [Collectives that lose their order]), or this process is part of a job.
     """
+    path = file_to_write(path, f"{name}.save", f"{name}.save({{path}})")
     _refuse_in_job(name, "saved")
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -68,6 +73,7 @@ def save_executables(path: Path, name: str, programs: Iterable[Program], client:
     except BaseException:
         os.unlink(unfinished)
         raise
+    return path
 
 
 def _serialized(name: str, program: Program) -> tuple[bytes, bytes]:
@@ -84,7 +90,7 @@ def _serialized(name: str, program: Program) -> tuple[bytes, bytes]:
     return call, (program.compilation.read_from or written(program.compiled)).plain()
 
 
-def load_executables(path: Path, name: str, client: Any) -> dict[str, CachedExecutable]:
+def load_executables(path: Any, name: str, client: Any) -> dict[str, CachedExecutable]:
     """The executables of a file, by digest. When this returns, other threads are still loading them.
 
     Raises:
@@ -92,6 +98,7 @@ def load_executables(path: Path, name: str, client: Any) -> dict[str, CachedExec
             process is part of a job.
         NoProgramFile: the file does not exist; also a FileNotFoundError.
     """
+    path = file_path(path, f"{name}.load", f"{name}.load({{path}})")
     _refuse_in_job(name, "loaded")
     if path.is_dir():
         raise _invalid(path, "it is a folder")

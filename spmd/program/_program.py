@@ -197,7 +197,7 @@ class Program(Executable):
         pinned = None
         if self.mesh is not None:
             grads = [self._gradient_sharding(g) for g in self.captured.outputs.kept_gradients]
-            grads.extend(self._state_sharding(p) if p.shape == t.shape else None for p, t in self.captured.state.born)
+            grads.extend(self.devices.state_sharding(buffer_of(p)) if p.shape == t.shape else None for p, t in self.captured.state.born)
             pinned = (self.written.shardings, [v.sharding for v in donated[1]], grads, self._output_shardings())
         kept, hosts, (numbers, words) = [given[i] for i in self.arguments.kept], self._example_hosts(), self.inputs.current()
         args = (donated, state[self.num_donated :], read, kept, hosts, numbers, words)
@@ -280,13 +280,8 @@ class Program(Executable):
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.outputs.gradients:
             if its is grad and isinstance(parameter, torch.Tensor):
-                return self._state_sharding(parameter)
+                return self.devices.state_sharding(buffer_of(parameter))
         return None
-
-    def _state_sharding(self, parameter: torch.Tensor) -> Any:
-        """The sharding of the gradient and the optimizer state of a parameter."""
-        own = buffer_of(parameter).state_annotation
-        return self.devices.example(buffer_of(parameter)).sharding if own is None else own.to_jax()
 
     def reason_to_trace(self, numbers: Mapping[int, int | float], buffers: list[Buffer], hosts: list[torch.Tensor]) -> str | None:
         """Why a call needs a new trace; None if this program is valid for it.

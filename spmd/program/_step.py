@@ -148,14 +148,13 @@ class Step(CopiedStep, Generic[P, R]):
             The path.
 
         Raises:
-            SpmdError: there is no program yet, a program calls back into Python, or this process is part of a job.
+            SpmdError: `path` cannot be a file, there is no program yet, a program calls back into Python, or this process is part of a job.
         """
         with trace_lock:
             programs = list(self._programs)
             if not programs:
                 raise self._no_program()
-            save_executables(Path(path), self._name, programs, client())
-        return Path(path)
+            return save_executables(path, self._name, programs, client())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load executables from a file written by `save` instead of compiling. The file is executed: load only files that you trust.
@@ -168,7 +167,7 @@ class Step(CopiedStep, Generic[P, R]):
             SpmdError: the file is invalid, damaged, or for another function, version or device; or this process is part of a job.
             NoProgramFile: the file does not exist; also a FileNotFoundError.
         """
-        found = load_executables(Path(path), self._name, client())
+        found = load_executables(path, self._name, client())
         with trace_lock:
             self._loaded = {**self._loaded, **found}
             self._loaded_from = str(path)

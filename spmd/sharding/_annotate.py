@@ -189,6 +189,10 @@ def checked_spec(
         SpmdError: `tensor` is not a tensor, or is on none of `devices`.
     """
     _require_tensor(tensor, "a sharding", "pass a tensor on device 'jax': torch.as_tensor(value).to('jax')")
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        what = f"{name_of(tensor)} cannot be marked: its layout is {kind}, and only dense tensors are sharded"
+        raise SpmdError(message(what, *called_at(), fix="mark_sharding(x.to_dense(), mesh, spec)"))
     if tensor.device.type not in devices:
         raise SpmdError(
             message(

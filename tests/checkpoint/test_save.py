@@ -463,6 +463,25 @@ def test_other_wrong_arguments_of_save_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"step": "10"}, r"step of restore must be an integer or None, got '10'\n.*\n  fix: .*step=10\)"),
+        ({"step": True}, "step of restore must be an integer or None, got True"),
+        ({"step": 1.0}, "step of restore must be an integer or None, got 1.0"),
+        ({"cast": "no"}, "cast of restore must be True or False, got 'no'"),
+        ({"random": None}, "random of restore must be True or False, got None"),
+    ],
+)
+def test_wrong_arguments_of_restore_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "run", 10, {"n": 3}, wait=True)
+    with pytest.raises(spmd.CheckpointError, match=text):
+        checkpoint.restore(tmp_path / "run", {"n": 0}, **options)
+    swapped: Any = {"n": 0}
+    with pytest.raises(spmd.CheckpointError, match="restore takes the path of a folder first, got a dict\n"):
+        checkpoint.restore(swapped, str(tmp_path / "run"))
+
+
 def test_a_save_inside_a_compiled_function_is_refused(tmp_path: Path) -> None:
     x = torch.ones(4).to("jax")
 

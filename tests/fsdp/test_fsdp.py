@@ -266,6 +266,29 @@ def test_what_cannot_be_is_refused(fsdp_8: mesh.Mesh, mesh_4x2: mesh.Mesh) -> No
         shard(Stack().to("jax"), mesh_4x2, axis=("data", "data"), shard_placement_fn=lambda p: Shard(0) if p.dim() == 2 else None)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"reshard_after_forward": "no"}, "reshard_after_forward of fully_shard must be True, False or None, got 'no'"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward of fully_shard must be True, False or None, got 2"),
+        ({"stage": True}, "fully_shard has no stage True"),
+        ({"axis": ()}, r"must be the name of a mesh axis or a tuple of names, got \(\)"),
+        ({"axis": 0}, "must be the name of a mesh axis or a tuple of names, got 0"),
+        ({"axis": ("fsdp", 1)}, r"must be the name of a mesh axis or a tuple of names, got \('fsdp', 1\)"),
+        ({"ignored_params": 3}, "ignored_params of fully_shard must be a set of parameters, got 3"),
+        ({"ignored_params": torch.ones(2)}, "ignored_params of fully_shard must be a set of parameters, got a Tensor"),
+        ({"ignored_params": ["0.weight"]}, "ignored_params of fully_shard has '0.weight' where a parameter is expected"),
+        ({"shard_placement_fn": Shard(0)}, "shard_placement_fn of fully_shard must be a function of a parameter"),
+    ],
+)
+def test_options_of_other_types_are_refused_before_anything_is_marked(options: dict[str, Any], text: str, fsdp_8: mesh.Mesh) -> None:
+    model = Stack().to("jax")
+    with pytest.raises(spmd.SpmdError, match=f"{text}(?s:.*)fix: "):
+        spmd.fully_shard(model, fsdp_8, **options)
+    assert not any(isinstance(p, spmd.XLAShardedTensor) for p in model.parameters())
+    spmd.fully_shard(model, fsdp_8)
+
+
 def test_a_stage_that_is_none_and_an_outer_unit_before_an_inner_one_are_refused(fsdp_8: mesh.Mesh) -> None:
     with pytest.raises(spmd.SpmdError, match=r"fully_shard has no stage 4(?s:.*)fix: stage=3"):
         spmd.fully_shard(Stack().to("jax"), fsdp_8, stage=4)  # pyright: ignore[reportArgumentType]

@@ -309,6 +309,16 @@ def test_what_needs_python_is_refused(fn: Callable[..., Any], args: tuple[Any, .
         spmd.export(fn, args, tmp_path / "x.spmd")
 
 
+def test_a_path_in_no_folder_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    def never(x: torch.Tensor) -> torch.Tensor:
+        pytest.fail("traced")
+
+    with pytest.raises(spmd.SpmdError, match=f"spmd.export cannot write .*: there is no folder '{tmp_path}/no'\n(.*)\n  fix: os.makedirs"):
+        spmd.export(never, (torch.ones(2),), tmp_path / "no" / "x.spmd")
+    with pytest.raises(spmd.SpmdError, match="spmd.export takes the path of a file, got None"):
+        spmd.export(never, (torch.ones(2),), None)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_check_of_the_function_is_made_by_the_file(tmp_path: Path) -> None:
     def rooted(x: torch.Tensor, scale: float) -> torch.Tensor:
         if (x < 0).any():

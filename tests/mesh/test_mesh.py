@@ -130,6 +130,11 @@ def test_arguments_that_do_not_fit_are_refused(arguments: tuple[Any, ...], text:
         Mesh(*arguments)
 
 
+def test_a_topology_that_is_no_text_is_refused() -> None:
+    with pytest.raises(mesh.MeshError, match=r"topology of Mesh\(a=8\) must be the name of a TPU slice, got 5"):
+        mesh.Mesh(range(8), (8,), ("a",), topology=5)  # pyright: ignore[reportArgumentType]
+
+
 def test_mesh_of_more_devices_than_exist_is_refused_with_the_fix() -> None:
     count = mesh.device_count()
     text = (

@@ -153,6 +153,13 @@ def test_what_is_no_rule_is_refused(pair: Any) -> None:
         Rules(pair)
 
 
+@pytest.mark.parametrize("pattern", ["{up,down.weight", "up,down}.weight", "blocks.[0-3.weight", "{a{b}c}"])
+def test_a_pattern_with_half_a_pair_of_braces_is_refused(pattern: str) -> None:
+    with pytest.raises(mesh.SpecError, match="has '.' without its partner(.|\n)*fix: close it"):
+        Rules((pattern, (None,)))
+    Rules(("blocks.[0-3].{up,down}.weight", (None,)), ("[{]x", (None,)))
+
+
 def test_the_report_is_text_and_a_table(mesh_4x2: mesh.Mesh) -> None:
     from rich.console import Console
 

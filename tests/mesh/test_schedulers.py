@@ -165,6 +165,12 @@ def test_a_slice_has_hosts_and_a_name_for_those_who_lend_it(name: str, chips: in
     assert (found.num_chips, found.num_hosts, found.accelerator) == (chips, hosts, accelerator)
 
 
+@pytest.mark.parametrize("name", ["v5e:4x5", "v6e:3x4", "v5e:32x32", "v4:2x2x3", "v5p:4x4x6"])
+def test_a_slice_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises(DeviceError, match=f"there is no TPU slice '{name}'\n  a dim of (.*)\n  fix: write {name[:3].rstrip(':')}:4x4"):
+        TpuSlice.parse(name)
+
+
 @pytest.mark.parametrize("name", ["v5e", "v5e:4", "v4:4x4", "v5e:0x4", "v9:4x4", "v5e:4x4x"])
 def test_a_slice_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(DeviceError, match="is not a TPU slice\n  fix: write the chips and their grid, as in v4:4x4x4, v5e:4x4"):

@@ -207,6 +207,35 @@ def test_what_dynamic_cannot_mean_is_refused(dynamic: Any, text: str) -> None:
         spmd.compile(lambda x: x, dynamic=dynamic)
 
 
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        ({"0": BATCH}, r"names dim '0' of x, and dims are integers\n  fix: dynamic=\{'x': \{0: spmd.Dim"),
+        ({1: BATCH, -1: spmd.Dim("other", max=8)}, r"names one dim of x twice: 1 and -1\n  its shape is \(4, 2\)\n  fix: leave out -1"),
+    ],
+)
+def test_a_dim_that_is_text_or_named_twice_is_refused(dims: Any, text: str) -> None:
+    step = spmd.compile(lambda x: x, dynamic={"x": dims})
+    with pytest.raises(spmd.SpmdError, match=text):
+        step(batch(4, 2).to("jax"))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"name": 3}, r"Dim\(3, max=8\) needs a name"),
+        ({"buckets": 8}, "buckets of dim 'n' must increase up to max\n  buckets=8"),
+        ({"buckets": ("8",)}, "buckets of dim 'n' must increase up to max"),
+        ({"fill": 1}, "fill=1, which only masked_by_model=True uses(.|\n)*masked_by_model=True, fill=1"),
+        ({"fill": "0", "masked_by_model": True}, "fill of dim 'n' must be a number, got '0'"),
+        ({"masked_by_model": "yes"}, "masked_by_model of dim 'n' must be True or False, got 'yes'"),
+    ],
+)
+def test_a_dim_of_wrong_types_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(spmd.SpmdError, match=text):
+        spmd.Dim(**{"name": "n", "max": 8, **given})
+
+
 def test_a_dim_that_a_tensor_does_not_have_is_refused() -> None:
     step = spmd.compile(lambda x: x, dynamic={"x": {3: BATCH}})
     with pytest.raises(spmd.SpmdError, match="dynamic names dim 3 of x, which has 2 dims"):

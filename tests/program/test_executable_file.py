@@ -201,6 +201,22 @@ def test_a_file_of_another_function_is_refused(tmp_path: Path) -> None:
         spmd.compile(lambda x: x + 1).load(tmp_path / "step")
 
 
+def test_a_path_that_can_be_no_file_is_refused(tmp_path: Path) -> None:
+    step = spmd.compile(lambda x: x + 1)
+    step(torch.ones(2).to("jax"))
+    for path, text in {
+        None: "save takes the path of a file, got None",
+        3: "save takes the path of a file, got 3",
+        tmp_path: f"is a folder\n(.*)\n  fix: .*save\\('{tmp_path}/programs.spmd'\\)",
+        str(tmp_path / "no" / "x"): f"there is no folder '{tmp_path}/no'\n(.*)\n  fix: os.makedirs",
+    }.items():
+        with pytest.raises(spmd.SpmdError, match=text):
+            step.save(path)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(spmd.SpmdError, match="load takes the path of a file, got 3"):
+        step.load(3)  # pyright: ignore[reportArgumentType]
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_no_whole_file_is_refused_before_anything_of_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Unpickler, "load", lambda _: pytest.fail("unpickled"))
     file = tmp_path / "step"

@@ -310,3 +310,65 @@ def test_counters_of_layers_that_are_frozen_meanwhile_keep_their_values() -> Non
     assert any(loop.why_not is None for loop in steps[1].rolled)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert optimizers[0].state[p]["step"].item() == optimizers[1].state[q]["step"].item()
+
+
+def split(model: Net, how: str, grid: mesh.Mesh) -> None:
+    """Shard some of the parameters of each block; the others stay unmarked. A dim of 6 is uneven over the 4 devices of "data"."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if how == "fully sharded":
+            spmd.fully_shard(block, grid, axis="data", ignored_params={block.up.bias, block.norm.weight})
+        elif how == "gradients sharded":
+            spmd.fully_shard(block, grid, axis="data", stage=2, ignored_params={block.down.weight})
+        else:
+            spmd.mark_sharding(block.up.weight, grid, ("model", None) if how == "tensor parallel" else (None, "data"))
+
+
+def kept(model: Net, x: torch.Tensor, compile: Callable[..., Any]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Losses of three steps with frozen norms in two of six blocks, and the gradients that the last one leaves."""
+    for block in model.blocks[:2]:
+        block.norm.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    @compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    losses = torch.stack([step(x).detach().cpu() for _ in range(3)])
+    return losses, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize("width", [8, 6])
+@pytest.mark.parametrize("how", ["tensor parallel", "split along dim 1", "fully sharded", "gradients sharded"])
+def test_kept_gradients_are_sharded_as_without_loops_also_those_of_unmarked_parameters(
+    how: str, width: int, mesh_4x2: mesh.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "WIDTH", width)
+    wanted = kept(made(6), batch(), lambda fn: fn)
+    shardings: list[Any] = []
+    for roll in (True, False):
+        model = made(6).to("jax")
+        split(model, how, mesh_4x2)
+        found = kept(model, spmd.mark_sharding(batch().to("jax"), mesh_4x2, ("data", None)), spmd.compile(keep_grads=True, roll=roll))
+        shardings.append([None if g is None else (buffer_of(g).annotation, buffer_of(g).raw().sharding) for g in found[1]])
+        assert_same(found[0], wanted[0])
+        assert_same([None if g is None else g.detach().cpu() for g in found[1]], wanted[1])
+    assert shardings[0] == shardings[1]
+
+
+@pytest.mark.multidevice(num=8)
+def test_a_kept_gradient_of_a_parameter_that_the_program_does_not_read_is_replicated(mesh_4x2: mesh.Mesh) -> None:
+    layer = nn.Linear(WIDTH, WIDTH).to("jax")
+
+    @spmd.compile(keep_grads=True)
+    def step(x: torch.Tensor) -> None:
+        layer.weight.grad = x.T @ x
+
+    step(spmd.mark_sharding(batch().to("jax"), mesh_4x2, ("data", None)))
+    assert layer.weight.grad is not None and buffer_of(layer.weight.grad).raw().sharding.is_fully_replicated
+    assert_same(layer.weight.grad.cpu(), batch().T @ batch())

@@ -183,13 +183,13 @@ def test_every_round_draws_its_own_numbers() -> None:
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ([nn.Dropout(0.1), nn.Dropout(0.2)], "layers 0 and 1 differ in: the layer.p\n.*0.1 in layer 0, 0.2 in layer 1"),
+        ([nn.Dropout(0.1), nn.Dropout(0.1, True)], "layers 0 and 1 differ in: the layer.inplace\n.*False in layer 0, True in layer 1"),
         ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU()).eval()], r"differ in: (the layer|0)\.training"),
         ([nn.Sequential(nn.GELU()), nn.Sequential(nn.ReLU())], "differ in: 0"),
         ([nn.Sequential(nn.GELU()), nn.Sequential(nn.GELU(), nn.GELU())], "differ in: 1"),
         ([nn.GELU(), nn.GELU("tanh")], "differ in: the layer.approximate"),
     ],
-    ids=["p", "training", "class", "structure", "text"],
+    ids=["flag", "training", "class", "structure", "text"],
 )
 def test_layers_with_other_settings_are_refused(layers: list[nn.Module], text: str) -> None:
     with pytest.raises(spmd.SpmdError, match=text):

@@ -264,3 +264,117 @@ def test_collectives_are_those_of_a_scan_by_hand(how: str, mesh_4x2: mesh.Mesh) 
         found.append(traffic)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert found[0] == found[1] != {}
+
+
+class Scaled(nn.Module):
+    """Has numbers that differ from layer to layer: a scale, an `eps`, a drop rate that decides something in the first layer."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.scale, self.rate, self.norm, self.inner = 0.05 * (index + 1), 0.05 * index, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm.eps = 1e-3 * (index + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.norm(x)) * self.scale
+        return x + (y if self.rate == 0.0 else y / (1 - self.rate))
+
+
+class OfItsBias(nn.Module):
+    """An operation of a parameter alone, which differs if the parameter needs a gradient."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) * nn.functional.layer_norm(self.inner.bias, (WIDTH,))
+
+
+def trained_layers(kind: Callable[[int], nn.Module], frozen: Callable[[nn.ModuleList], object], count: int, device: str) -> Any:
+    """Losses and parameters of three steps, and the passes of the loops."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(map(kind, range(count)))
+    frozen(layers)
+    layers.to(device)
+    optimizer = torch.optim.SGD([p for p in layers.parameters() if p.requires_grad], 0.01)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = spmd.scan_layers(layers, x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = step if device == "cpu" else spmd.compile(step)
+    losses = [run(batch()[0].to(device)).detach().cpu() for _ in range(3)]
+    loops = [loop.passes for loop in run.rolled] if isinstance(run, spmd.Step) else []
+    return (losses, [p.detach().cpu() for p in layers.parameters()]), loops
+
+
+FROZEN: dict[str, Callable[[nn.ModuleList], object]] = {
+    "none": lambda layers: None,
+    "the first four": lambda layers: layers[:4].requires_grad_(False),
+    "all but the last": lambda layers: layers[:-1].requires_grad_(False),
+    "all but the biases of the last five": lambda layers: [
+        p.requires_grad_(i >= len(layers) - 5 and name.endswith("bias"))
+        for i, layer in enumerate(layers)
+        for name, p in layer.named_parameters()
+    ],
+    "every second": lambda layers: [layer.requires_grad_(i % 2 == 1) for i, layer in enumerate(layers)],
+}
+
+
+@pytest.mark.parametrize("how", FROZEN)
+def test_frozen_layers_before_trained_ones_are_a_loop_of_their_own_and_floats_differ(how: str) -> None:
+    (wanted, _), (found, loops) = (trained_layers(Scaled, FROZEN[how], 10, device) for device in ("cpu", "jax"))
+    assert_same(found, wanted)
+    assert sum(loops[:2]) >= 10 - 2
+
+
+def test_requires_grad_is_named_where_it_is_the_difference() -> None:
+    def frozen(layers: nn.ModuleList) -> None:
+        layers[4].inner.bias.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+
+    with pytest.raises(
+        spmd.SpmdError, match=r"layers 1 and 4 cannot.*(.|\n)*requires_grad of inner.bias: True in layer 1 and False in layer 4"
+    ):
+        trained_layers(OfItsBias, frozen, 6, "jax")
+
+
+def test_a_number_of_one_layer_that_changes_between_calls_is_named() -> None:
+    layers = nn.ModuleList(map(Scaled, range(5))).to("jax")
+    run, x = spmd.compile(lambda x: spmd.scan_layers(layers, x)), batch()[0].to("jax")
+    run(x)
+    layers[2].scale = 3.0  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(spmd.SpmdError, match=r"a number of its layer that has changed between calls.*\n  fix: .*register_buffer"):
+        run(x)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ("blocks", r"takes a list of modules, got 'blocks'"),
+        (None, "got None"),
+        (nn.Linear(2, 2), r"got the module Linear\n.*\n  fix: x = layer\(x\)"),
+        ({0: nn.Linear(2, 2)}, r"got a dict\n.*\n  fix: spmd.scan_layers\(layers.values\(\), x\)"),
+        (nn.ModuleDict({"a": nn.Linear(2, 2)}), r"got the module ModuleDict\n.*\n  fix: spmd.scan_layers\(layers.values\(\), x\)"),
+        ([1, 2, 3, 4], "item 0 is 1"),
+        ([nn.Linear(2, 2), torch.tanh], "item 1 is a builtin_function_or_method"),
+        ([nn.Linear] * 4, "item 0 is the class Linear"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_layers_that_are_no_modules_are_refused(layers: Any, text: str, compiled: bool) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return spmd.scan_layers(layers, x)
+
+    with pytest.raises(spmd.SpmdError, match=text):
+        (spmd.compile(run) if compiled else run)(torch.ones(2, 2, device="jax"))
+
+
+def test_the_values_of_a_module_dict_are_layers() -> None:
+    layers = nn.ModuleDict({str(i): nn.Linear(WIDTH, WIDTH) for i in range(5)})
+    wanted = nn.Sequential(*layers.values())(batch()[0])
+    layers.to("jax")
+    found = spmd.compile(lambda x: spmd.scan_layers(layers.values(), x))(batch()[0].to("jax"))
+    assert_same(found.detach().cpu(), wanted.detach())

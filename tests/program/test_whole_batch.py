@@ -12,7 +12,7 @@ import mesh
 import spmd
 
 pytestmark = [pytest.mark.multidevice(num=8), pytest.mark.filterwarnings("error")]
-FIX = r"every device along 'data' .* in step: no argument is split(.|\n)*fix: spmd.mark_sharding\(x, mesh, \('data', None\)\)"
+FIX = r"every device along 'data' .* in step: no argument is split over (.|\n)*fix: spmd.mark_sharding\(x, mesh, \('data', None\)\)"
 
 
 def made(m: mesh.Mesh, prepare: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> Any:

@@ -257,6 +257,11 @@ def test_a_host_tensor_that_is_no_row_major_one_is_split_as_marked(shape: tuple[
     assert torch.equal(module.weight.detach().cpu(), expected)
 
 
+def test_a_sparse_tensor_is_refused(mesh_4x2: mesh.Mesh) -> None:
+    with pytest.raises(spmd.SpmdError, match=r"cannot be marked: its layout is sparse_coo, (.|\n)*fix: mark_sharding\(x.to_dense\(\)"):
+        spmd.mark_sharding(torch.eye(8).to_sparse(), mesh_4x2, ("data", None))
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(3, "got 3"), ("w", "got 'w'"), (torch.nn.Linear(2, 2), "got the module Linear(?s:.*)fix: spmd.shard_module")],

@@ -195,7 +195,7 @@ def scan_layers(layers: Any, input_data: Any, partition_fn: Any = default_partit
     Raises:
         ScanError: two layers have different parameters or shapes (a ValueError).
     """
-    listed: list[nn.Module] = list(layers)
+    listed = _scan.modules_of(layers)
     if not listed:
         return input_data
     _require_alike(listed)

@@ -9,7 +9,7 @@ loops (`spmd/program/roll`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
@@ -79,11 +79,13 @@ def _common_length(flat_xs: Sequence[Any]) -> int:
 def scan_layers(layers: Iterable[nn.Module], input_data: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `for layer in layers: input_data = layer(input_data, *args, **kwargs)` as one loop of the compiled function.
 
-    A function that calls it must be compiled with `roll=True` (docs/depth.md). Hooks, dropout, buffers, caches, checkpointing and precision
-    behave as in a Python loop over the layers. Layers that cannot be one loop raise an error.
+    A compiled function that calls it is rolled whatever its size, unless it is compiled with `roll=False` (docs/depth.md). Hooks, dropout,
+    buffers, caches, checkpointing and precision behave as in a Python loop over the layers. Layers that cannot be one loop raise an error.
+    Frozen layers before the first one with a gradient are a loop of their own.
 
     Args:
-        layers: modules with the same parameters, shapes and settings; integer attributes (`layer_idx`) may differ.
+        layers: modules with the same parameters, shapes and settings. Ints and floats among their attributes (`layer_idx`, a layer scale)
+            may differ, if they are used as numbers and decide nothing.
         input_data: input of the first layer. The result of each layer is the input of the next one; a tuple is passed as several arguments.
         args, kwargs: further arguments of every layer: masks, positions, a cache.
 
@@ -91,9 +93,10 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, *args: Any, **kwar
         The result of the last layer; `input_data` if there are no layers.
 
     Raises:
-        SpmdError: two layers have different parameters, shapes or settings, or, in a compiled function, different operations.
+        SpmdError: `layers` does not consist of modules, or two layers have different parameters, shapes or settings or, in a compiled
+            function, different operations.
     """
-    listed = list(layers)
+    listed = modules_of(layers)
     if not listed:
         return input_data
     _require_alike([dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in listed])
@@ -104,8 +107,28 @@ def scan_layers(layers: Iterable[nn.Module], input_data: Any, *args: Any, **kwar
         results.append(input_data)
     recorder = recording.get()
     if recorder is not None:
-        recorder.ran_layers(results)
+        recorder.ran_layers(results, [frozenset(n for n, p in layer.named_parameters() if p.requires_grad) for layer in listed])
     return input_data
+
+
+def modules_of(layers: Any) -> list[nn.Module]:
+    """The layers as a list.
+
+    Raises:
+        SpmdError: one of them is not a module, or they are the values of a mapping.
+    """
+    fix = "spmd.scan_layers(model.layers, x), with a list or ModuleList of modules"
+    if isinstance(layers, Mapping | nn.ModuleDict):
+        fix = "spmd.scan_layers(layers.values(), x)"
+    elif isinstance(layers, Iterable) and not isinstance(layers, str):
+        listed = list(layers)
+        wrong = next((index for index, layer in enumerate(listed) if not isinstance(layer, nn.Module)), None)
+        if wrong is None:
+            return listed
+        raise SpmdError(message(f"scan_layers takes a list of modules, and item {wrong} is {shown(listed[wrong])}", *called_at(), fix=fix))
+    elif isinstance(layers, nn.Module):
+        fix = "x = layer(x) for one layer, spmd.scan_layers(model.layers, x) for the layers of a model"
+    raise SpmdError(message(f"scan_layers takes a list of modules, got {shown(layers)}", *called_at(), fix=fix))
 
 
 def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
@@ -124,7 +147,7 @@ def _require_alike(state: Sequence[dict[str, torch.Tensor]]) -> None:
 
 
 def _require_same_settings(layers: Sequence[nn.Module]) -> None:
-    """Require equal settings, since the loop body is that of layer 0: another layer's `p` or `training` would be ignored."""
+    """Require equal settings: with another `p`, `training` or activation a layer would have other operations than the others."""
     first = _settings(layers[0]) if layers else {}
     for index, layer in enumerate(layers):
         theirs = _settings(layer)
@@ -151,8 +174,8 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
 
 
 def _must_agree(name: str, value: Any) -> bool:
-    """Whether an attribute must be equal in all layers. An integer may be the layer's index, which the loop provides if it is read."""
-    return type(value) is not int and name != "_is_full_backward_hook"
+    """Whether an attribute must be equal in all layers. A number (an index, a scale) is an input of each iteration."""
+    return type(value) not in (int, float) and name != "_is_full_backward_hook"
 
 
 def _loop(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, flat_xs: list[torch.Tensor], xs_tree: Any, length: int) -> tuple[Any, Any]:

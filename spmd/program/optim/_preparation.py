@@ -293,7 +293,7 @@ class _InitialStateRecorder:
     def laid_out(self, spec: ShardingSpec) -> None:
         """Nothing: the trace of the whole function records it."""
 
-    def ran_layers(self, results: Sequence[Any]) -> None:
+    def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
         """Nothing: the trace of the whole function records it."""
 
     def reduce_in(self, dtype: Any) -> None:

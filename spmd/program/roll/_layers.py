@@ -9,15 +9,16 @@ from typing import Any
 from spmd.base._errors import SpmdError, message
 from spmd.base._jax import common_names, is_literal
 from spmd.program.roll._repeats import MIN_PASSES, kinds
+from spmd.program.trace._layer_runs import LayerRun
 
 
-def require_loops(jaxpr: Any, runs: Sequence[Sequence[Sequence[Any]]], passes_at: Mapping[int, int], why_not: Sequence[str]) -> None:
+def require_loops(jaxpr: Any, runs: Sequence[LayerRun], passes_at: Mapping[int, int], why_not: Sequence[str]) -> None:
     """Raise unless all equations of every layer but the first are in loops. The first may differ, because it may need fewer equations.
 
     Runs of at most `MIN_PASSES` layers and runs of another trace are not checked.
 
     Args:
-        runs: one entry per run of layers: for each layer, the variables of its results.
+        runs: the layers that must be loops.
         passes_at: index of each equation in a loop -> the loop's number of passes.
         why_not: for each repeat that is not a loop, the reason.
 
@@ -25,7 +26,8 @@ def require_loops(jaxpr: Any, runs: Sequence[Sequence[Sequence[Any]]], passes_at
         SpmdError: an equation of a layer is not in a loop over the layers.
     """
     made = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    for run in runs:
+    for layers in runs:
+        run = layers.results
         # for each layer, the index of the last equation that computes one of its results
         borders = [max((made[v] for v in variables if v in made), default=-1) for variables in run]
         if len(run) <= MIN_PASSES or sorted(set(borders)) != borders or borders[0] < 0:
@@ -36,7 +38,7 @@ def require_loops(jaxpr: Any, runs: Sequence[Sequence[Sequence[Any]]], passes_at
         if is_end_alone and (not outside[-1] or _kinds_of(jaxpr.eqns, parts[-1]) == _kinds_of(jaxpr.eqns, parts[-2])):
             continue  # the passes may be shifted: the loop ends before the last layer and begins as much before the end of the first
         layer, places = next((i, places) for i, places in enumerate(outside, 1) if places)
-        raise _no_loop(jaxpr.eqns, parts, places[0], layer, why_not)
+        raise _no_loop(jaxpr, layers, parts, places[0], layer, why_not)
 
 
 def _kinds_of(equations: Sequence[Any], part: Sequence[int]) -> list[int]:
@@ -44,29 +46,40 @@ def _kinds_of(equations: Sequence[Any], part: Sequence[int]) -> list[int]:
     return [numbers[place] for place in part]
 
 
-def _no_loop(equations: Sequence[Any], parts: Sequence[Sequence[int]], place: int, layer: int, why_not: Sequence[str]) -> SpmdError:
+def _no_loop(jaxpr: Any, layers: LayerRun, parts: Sequence[Sequence[int]], place: int, layer: int, why_not: Sequence[str]) -> SpmdError:
     """The error. It names the first operation in which two layers differ or, if none does, the reason why they are not a loop."""
+    equations, start = jaxpr.eqns, layers.start
     numbers = kinds(equations)
     fix = "call the layers that differ separately: for layer in layers: x = layer(x)"
+    one = start + 1
     for index, part in enumerate(parts[1:], 2):
         pairs = zip(parts[0], part, strict=False)
         differs = next(((a, b) for a, b in pairs if numbers[a] != numbers[b]), None)
         if differs is None and len(part) != len(parts[0]):
             shorter, longer = sorted(((1, parts[0]), (index, part)), key=lambda found: len(found[1]))
-            what = f"layers 1 and {index} cannot be a loop: layer {longer[0]} has {len(longer[1]) - len(shorter[1])} more operations"
-            return SpmdError(message(what, f"the first of them: {_shown(equations[longer[1][len(shorter[1])]])}", fix=fix))
+            more = len(longer[1]) - len(shorter[1])
+            what = f"layers {one} and {start + index} cannot be a loop: layer {start + longer[0]} has {more} more operations"
+            first = f"the first of them: {_shown(equations[longer[1][len(shorter[1])]])}"
+            return SpmdError(message(what, first, *_trained(layers, index), fix=fix))
         if differs is not None:
-            one, other = (_shown(equations[p]) for p in differs)
-            return SpmdError(
-                message(
-                    f"layers 1 and {index} cannot be a loop: they differ in an operation",
-                    f"layer 1: {one}",
-                    f"layer {index}: {other}",
-                    fix=fix,
-                )
-            )
-    what = f"layers 0 to {len(parts)} cannot be a loop because of an operation of layer {layer}"
+            operations = [f"layer {start + i}: {_shown(equations[p])}" for i, p in zip((1, index), differs, strict=True)]
+            what = f"layers {one} and {start + index} cannot be a loop: they differ in an operation"
+            if any(any(v is jaxpr.invars[-2] for v in equations[p].invars) for p in differs):  # the numbers that vary
+                operations.append("one of them reads a number of its layer that has changed between calls; those of others are constants")
+                fix = "keep the number in a tensor: layer.register_buffer('scale', torch.tensor(0.5))"
+            return SpmdError(message(what, *operations, *_trained(layers, index), fix=fix))
+    what = f"layers {start} to {start + len(parts)} cannot be a loop because of an operation of layer {start + layer}"
     return SpmdError(message(what, _shown(equations[place]), *why_not, fix=fix))
+
+
+def _trained(layers: LayerRun, index: int) -> list[str]:
+    """A line that says in which parameters `requires_grad` differs between layers 1 and `index`, since that changes their operations."""
+    names = sorted(layers.trained[1] ^ layers.trained[index])
+    if not names:
+        return []
+    values = (f"{names[0] in layers.trained[i]} in layer {layers.start + i}" for i in (1, index))
+    others = f" (also {', '.join(names[1:])})" if names[1:] else ""
+    return [f"requires_grad of {names[0]}: {' and '.join(values)}{others}; layers with the same requires_grad can be a loop"]
 
 
 def _shown(eqn: Any) -> str:

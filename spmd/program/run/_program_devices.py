@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from mesh import Mesh, ShardingSpec
 from spmd.device._arrays import moved
+from spmd.device._buffer_stack import BufferStack
 from spmd.device._storage import Buffer
 from spmd.program.xla._executable import on_all_devices
 from spmd.program.xla._target import lies_on, platform_of, program_mesh
@@ -73,6 +74,16 @@ class ProgramDevices:
             return buffer.value
         sharding = self.replicated if buffer.annotation is None else buffer.annotation.to_jax()
         return jax.ShapeDtypeStruct(buffer.stored, buffer.dtype, sharding=sharding)
+
+    def state_sharding(self, buffer: Buffer) -> Any:
+        """The sharding of the gradient and the optimizer state of a parameter, whose value is part of a stack after a rolled program."""
+        if buffer.state_annotation is not None:
+            return buffer.state_annotation.to_jax()
+        if not self.is_ahead and buffer.value is not None and (self.mesh is None or lies_on(buffer.value, self.mesh)):
+            return buffer.value.sharding
+        if buffer.annotation is not None:
+            return buffer.annotation.to_jax()
+        return buffer.queue.member_sharding() or self.replicated if isinstance(buffer.queue, BufferStack) else self.replicated
 
     def array_of(self, host: np.ndarray[Any, Any]) -> Any:
         """A host array, replicated over the devices; for a program that is compiled ahead of time, its shape, dtype and sharding."""

@@ -5,15 +5,16 @@ spmd.Dim("seq", max=512)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 
 from mesh._mesh_errors import nearest
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message, shown
 
 SMALLEST = 8  # the smallest bucket; programs for smaller sizes are hardly faster
 
@@ -43,23 +44,34 @@ class Dim:
     min: int = 1
 
     def __post_init__(self) -> None:
-        if not self.name or type(self.max) is not int or self.max < 1:
-            what = f"Dim({self.name!r}, max={self.max!r}) needs a name and a positive integer max"
+        given: Any = self  # of any types: they are the user's
+        if not isinstance(given.name, str) or not self.name or type(self.max) is not int or self.max < 1:
+            what = f"Dim({self.name!r}, max={self.max!r}) needs a name (a text) and a positive integer max"
             raise SpmdError(message(what, fix='spmd.Dim("batch", max=64)'))
         if type(self.min) is not int or not 1 <= self.min <= self.max:
             what = f"the minimum of dim {self.name!r} must be between 1 and its maximum"
             raise SpmdError(message(what, f"min={self.min!r}, max={self.max}", fix=f"spmd.Dim({self.name!r}, min=1, max={self.max})"))
+        if not isinstance(given.masked_by_model, bool):
+            what = f"masked_by_model of dim {self.name!r} must be True or False, got {shown(self.masked_by_model)}"
+            raise SpmdError(message(what, fix=f"spmd.Dim({self.name!r}, max={self.max}, masked_by_model=True)"))
+        if not isinstance(given.fill, int | float):
+            what = f"fill of dim {self.name!r} must be a number, got {shown(self.fill)}"
+            raise SpmdError(message(what, fix=f"spmd.Dim({self.name!r}, max={self.max}, masked_by_model=True, fill=0)"))
+        if self.fill != 0 and not self.masked_by_model:
+            what = f"dim {self.name!r} has fill={self.fill!r}, which only masked_by_model=True uses: otherwise no result depends on padding"
+            fix = f"spmd.Dim({self.name!r}, max={self.max}, masked_by_model=True, fill={self.fill!r})"
+            raise SpmdError(message(what, fix=fix))
         if self.buckets is not None:
-            sizes = tuple(self.buckets)
-            if list(sizes) != sorted(set(sizes)) or not sizes or sizes[0] < 1 or sizes[-1] != self.max:
-                raise SpmdError(
-                    message(
-                        f"the buckets of dim {self.name!r} must increase up to max",
-                        f"buckets={sizes}, max={self.max}",
-                        fix=f"spmd.Dim({self.name!r}, max={self.max}, buckets=({max(1, self.max // 4)}, {self.max}))",
-                    )
-                )
-            object.__setattr__(self, "buckets", sizes)
+            object.__setattr__(self, "buckets", self._checked_buckets(self.buckets))
+
+    def _checked_buckets(self, buckets: Any) -> tuple[int, ...]:
+        fix = f"spmd.Dim({self.name!r}, max={self.max}, buckets=({max(1, self.max // 4)}, {self.max}))"
+        sizes: tuple[Any, ...] = tuple(buckets) if isinstance(buckets, Iterable) else ()
+        are_integers = all(isinstance(size, Integral) for size in sizes)
+        if not sizes or not are_integers or list(sizes) != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] != self.max:
+            what = f"the buckets of dim {self.name!r} must increase up to max"
+            raise SpmdError(message(what, f"buckets={buckets!r}, max={self.max}", fix=fix))
+        return tuple(map(int, sizes))
 
     def bucket(self, size: int, multiple: int = 1) -> int:
         """Size of the program that runs a call of size `size`, rounded up to a multiple of `multiple` (the number of shards)."""
@@ -150,9 +162,16 @@ class AskedDims:
             raise SpmdError(message(what, fix=f'{self._option}={{{path[-1]!r}: {{0: spmd.Dim("batch", max=64)}}}}'))
         if isinstance(value, torch.Tensor | np.ndarray):
             for dim in tree:
+                if isinstance(dim, str) and dim.removeprefix("-").isdecimal():
+                    what = f"{self._option} names dim {dim!r} of {title}, and dims are integers"
+                    raise SpmdError(message(what, fix=f'{self._option}={{{path[-1]!r}: {{{int(dim)}: spmd.Dim("batch", max=64)}}}}'))
                 if type(dim) is not int or not -value.ndim <= dim < value.ndim:
                     what = f"{self._option} names dim {dim!r} of {title}, which has {value.ndim} dims"
                     raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix="name an existing dim of the tensor"))
+            twice = next((d for d in tree if d < 0 and d % value.ndim in tree), None)
+            if twice is not None:
+                what = f"{self._option} names one dim of {title} twice: {twice % value.ndim} and {twice}"
+                raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix=f"leave out {twice}"))
             yield Named(path, value, {d % value.ndim: n.name if isinstance(n, Dim) else n for d, n in tree.items()})
             return
         for key, inner in tree.items():

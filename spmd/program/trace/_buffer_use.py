@@ -15,11 +15,11 @@ import torch
 from mesh import ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
-from spmd.base._torch import pytree
 from spmd.device._checks import Check
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
+from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.program.reads._library import is_recorded
 from spmd.program.trace._known_inputs import KnownInputs
+from spmd.program.trace._layer_runs import LayerRun, layer_runs
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
@@ -42,7 +42,7 @@ class TraceRecorder:
         written: buffers from before the trace that it has written, in order.
         unwritable: buffers that must not be written, each with the exception that a write raises.
         copied: by base, copies that become stale when the base is written.
-        layers: for each call of layers that must become one loop, and each layer, the variables of its results.
+        layers: the layers that must become loops.
         layouts: shardings to which the trace constrained values.
         known: inputs whose values the host knows; None if the traced arguments are not those of a call (stacked steps).
         met: ids of dicts of optimizer state that the function itself read or wrote.
@@ -68,7 +68,7 @@ class TraceRecorder:
     finite: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
     checks: list[tuple[Check, Any]] = field(default_factory=list[tuple[Check, Any]])
     modules: dict[int, torch.nn.Module] = field(default_factory=dict[int, torch.nn.Module])
-    layers: list[list[list[Any]]] = field(default_factory=list[list[list[Any]]])
+    layers: list[LayerRun] = field(default_factory=list[LayerRun])
     stepped: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     met: set[int] = field(default_factory=set[int])
     early: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
@@ -147,9 +147,8 @@ class TraceRecorder:
     def laid_out(self, spec: ShardingSpec) -> None:
         self.layouts[spec] = None
 
-    def ran_layers(self, results: Sequence[Any]) -> None:
-        found = ([t for t in pytree.tree_leaves(result) if is_device_tensor(t)] for result in results)
-        self.layers.append([[variable_of(buffer_of(t).value) for t in tensors] for tensors in found])
+    def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
+        self.layers.extend(layer_runs(results, trained, lambda t: variable_of(buffer_of(t).value)))
 
     def is_state(self, array: Any) -> bool:
         return id(array) in self.reads

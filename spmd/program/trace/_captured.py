@@ -16,6 +16,7 @@ from spmd.program.optim._traced_state import Action
 from spmd.program.reads import Effect, Place, ReplacedState
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._known_inputs import Argument, KnownInputs
+from spmd.program.trace._layer_runs import LayerRun
 from spmd.program.trace._output_tree import Node
 from spmd.program.trace._results import OUTPUTS, Leaf
 from spmd.program.trace._topology_tensors import on_topology
@@ -172,7 +173,7 @@ class Captured:
     guarded: Guarded
     writes: PythonWrites
     layouts: list[ShardingSpec]
-    layers: list[list[list[Any]]]
+    layers: list[LayerRun]
 
     def let_go(self) -> None:
         """Release the arrays of the state and the gradients from before the trace. Empty buffers replace the gradients."""

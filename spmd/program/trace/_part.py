@@ -97,7 +97,7 @@ class Part:
     def laid_out(self, spec: ShardingSpec) -> None:
         self.outer.laid_out(spec)
 
-    def ran_layers(self, results: Sequence[Any]) -> None:
+    def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
         """No record: a part is traced once for all its iterations, and loops in it stay as they are."""
 
     def reduce_in(self, dtype: Any) -> None:

@@ -31,8 +31,9 @@ def whole_batch(name: str, mesh: Mesh | None, captured: Captured, buffers: Seque
     batches = [tuple(t.shape) for t in (*buffers, *hosts) if t.shape]
     if not idle or not batches or any(rows[0] < mesh.axis_size(idle[0]) for rows in batches):
         return None
+    axes = ", ".join(map(repr, idle))
     return message(
-        f"every device along {', '.join(map(repr, idle))} of the mesh computes the whole batch in {name}: no argument is split",
+        f"every device along {axes} of the mesh computes the whole batch in {name}: no argument is split over {axes}",
         f"arguments of shapes {', '.join(map(str, batches[:4]))}",
         fix=f"spmd.mark_sharding(x, mesh, ({idle[0]!r}, {', '.join(['None'] * (len(batches[0]) - 1))})) before the call",
     )
