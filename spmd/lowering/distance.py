@@ -38,7 +38,7 @@ def _norm(difference: Any, p: float) -> Any:
 def _slope(difference: Any, grad: Any, distance: Any, p: float) -> Any:
     """Gradient of each difference, by the formulas of torch's CPU kernel.
 
-    They differ from JAX's derivatives where a difference is 0 or several are the largest: in torch each of the largest has the whole gradient.
+    They differ from JAX's derivatives where a difference is 0, or where several are the largest: each of these has the whole gradient.
     """
     grad, distance = grad[..., None], distance[..., None]
     if p == 1:
