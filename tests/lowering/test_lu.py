@@ -1,6 +1,8 @@
 """Gradients through LU: torch's formulas depend on the layout of the matrix, and complex ones on torch's convention."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +39,28 @@ def test_result_and_gradient_equal_the_cpus(name: str, dtype: torch.dtype, is_ro
         assert leaf.is_contiguous() == is_row_major
         found.append(result_and_gradient(FUNCTIONS[name], leaf.detach().requires_grad_()))
     torch.testing.assert_close(found[1], found[0])
+
+
+BAD = torch.stack([torch.eye(3), torch.zeros(3, 3)])
+FAILURES: dict[str, Any] = {
+    **{name: functools.partial(getattr(torch.linalg, name), check_errors=True) for name in ("inv_ex", "cholesky_ex", "lu_factor_ex")},
+    "ldl_factor_ex": lambda x: torch.linalg.ldl_factor_ex(x, check_errors=True),
+    "solve_ex": lambda x: torch.linalg.solve_ex(x, x, check_errors=True),
+    "torch.cholesky": torch.cholesky,
+    "svdvals": lambda x: torch.linalg.svdvals(x / x),
+    "eigh": lambda x: torch.linalg.eigh(x / x),
+    "eig": lambda x: torch.linalg.eig(x / x),
+    "a driver of CUDA": lambda x: torch.linalg.svd(x, driver="gesvd"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failed_factorisation_raises_the_cpus_error(name: str) -> None:
+    for x in (BAD, BAD[1]):
+        with pytest.raises(RuntimeError) as cpu:
+            FAILURES[name](x)
+        with pytest.raises(RuntimeError) as ours:
+            FAILURES[name](x.to("jax"))
+        assert type(ours.value) is type(cpu.value)
+        assert str(ours.value).split("(error code")[0] == str(cpu.value).split("(error code")[0]
