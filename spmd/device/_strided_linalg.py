@@ -54,12 +54,15 @@ def _determinant(op: OpOverload) -> Callable[..., Any]:
 
 
 def _optionally_checked(op: OpOverload, api_name: str, info_at: int) -> Callable[..., Any]:
-    """Kernel of a factorisation that returns `info`, and raises for it if the caller asks for that."""
+    """Kernel of a factorisation that returns `info`, and raises for it if the caller asks for that.
+
+    In a trace its rule is told so too, and a failed factor of `cholesky_ex` is NaN: no check can be added to the body of a loop.
+    """
     adapter = _adapter(op)
 
     def kernel(A: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         is_checked = kwargs.pop("check_errors", False)
-        results = adapter(A, *args, **kwargs)
+        results = adapter(A, *args, check_errors=is_tracer(load(A)), **kwargs)
         if is_checked:
             check_errors(results[info_at], api_name, is_matrix=A.ndim == 2)
         return results

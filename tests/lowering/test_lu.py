@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import spmd  # noqa: F401
+import spmd
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "det": torch.linalg.det,
@@ -64,3 +64,24 @@ def test_a_failed_factorisation_raises_the_cpus_error(name: str) -> None:
             FAILURES[name](x.to("jax"))
         assert type(ours.value) is type(cpu.value)
         assert str(ours.value).split("(error code")[0] == str(cpu.value).split("(error code")[0]
+
+
+MINORS = torch.tensor([[[4.0, 2, 1], [2, 5, 3], [1, 3, 9]], [[4, 2, 1], [2, -5, 3], [1, 3, 2]], [[4, 2, 1], [2, 5, 3], [1, 3, -2]]])
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_a_failed_cholesky_ex_has_the_cpus_info_and_columns(upper: bool) -> None:
+    for x in (
+        MINORS,
+        MINORS[1],
+        -MINORS[0],
+        MINORS * float("nan"),
+        MINORS + 1j * torch.ones(3, 3).triu(1) - 1j * torch.ones(3, 3).tril(-1),
+    ):
+        expected = torch.linalg.cholesky_ex(x, upper=upper)
+        factor, info = torch.linalg.cholesky_ex(x.to("jax"), upper=upper)
+        torch.testing.assert_close(factor.cpu(), expected.L, equal_nan=True)
+        assert torch.equal(info.cpu(), expected.info)
+        factor, info = spmd.compile(torch.linalg.cholesky_ex)(x.to("jax"), upper=upper)
+        assert torch.equal(info.cpu(), expected.info)
+        assert torch.equal(factor.isnan().any(-1).any(-1).cpu(), expected.info > 0)
