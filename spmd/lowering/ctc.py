@@ -37,7 +37,7 @@ def _lengths(lengths: Any) -> Any:
 
 
 def _log_sum(terms: Any) -> Any:
-    """log(sum(exp)) over the first dim. If all terms are -inf, so is the result, and the gradient is 0 instead of NaN."""
+    """log(sum(exp)) over the first dim. If all terms are -inf, so is the result, and the derivative is 0 instead of NaN."""
     x = jnp.stack(terms) if isinstance(terms, tuple) else terms
     largest = lax.stop_gradient(jnp.max(x, 0))
     shift = jnp.where(jnp.isneginf(largest), jnp.zeros((), x.dtype), largest)
@@ -77,13 +77,17 @@ def _alphas(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: An
 
 
 def _gradient(grad: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
-    """(softmax - posterior) times `grad` [B]. Zero after the end of each input and, with `zero_infinity`, for an infinite loss."""
+    """(softmax - posterior) times `grad` [B], and zero after the end of each input.
+
+    For an infinite loss it is NaN, as torch's is, or with `zero_infinity` zero.
+    """
 
     def loss(x: Any) -> Any:
         return _alphas(x, targets, input_lengths, target_lengths, blank)[0]
 
     nll, vjp = jax.vjp(loss, log_probs)
     posterior = -vjp(jnp.ones_like(nll))[0]
+    posterior = jnp.where(jnp.isinf(nll)[None, :, None], jnp.asarray(jnp.nan, posterior.dtype), posterior)
     times = jnp.arange(log_probs.shape[0], dtype=jnp.int64)
     inside = times[:, None, None] < jnp.asarray(input_lengths)[None, :, None]
     if zero_infinity:

@@ -1,6 +1,6 @@
 """Linear algebra: factorisations and the ops that are built on them. Gradients are torch's own formulas over these results.
 
-A factorisation that fails gives NaN and a nonzero `info`. jax has no LDL factorisation; ours is in `ldl`.
+A factorisation that fails gives a nonzero `info`. jax has no LDL factorisation; ours is in `ldl`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ def _empty(x: Any) -> Any:
     return jnp.zeros((0,), x.dtype)
 
 
-def _failed(x: Any) -> Any:
-    """1 for each matrix of a batch that contains a NaN, else 0."""
-    return jnp.any(jnp.isnan(x), axis=(-1, -2)).astype(jnp.int32)
-
-
 @lower("cholesky")
 def cholesky(self: Any, upper: bool = False) -> Any:
     if self.size == 0:
@@ -41,8 +36,43 @@ def cholesky(self: Any, upper: bool = False) -> Any:
 
 @lower("linalg_cholesky_ex")
 def linalg_cholesky_ex(self: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
+    """(L, info: 0, or the order, from one, of the first minor that is not positive definite).
+
+    A failed L is LAPACK's: the columns before that minor, its pivot, and `self`. With `check_errors` it is NaN.
+    """
     factor = cholesky(self, upper)
-    return factor, _failed(factor)
+    failed = jnp.any(jnp.isnan(factor), axis=(-1, -2))
+    if self.size == 0:
+        return factor, failed.astype(jnp.int32)
+
+    def examined() -> tuple[Any, Any]:
+        partial, info = _first_columns(_adjoint(self) if upper else self)
+        partial = _adjoint(partial) if upper else partial
+        return jnp.where(failed[..., None, None] & (not check_errors), partial, factor), jnp.where(failed, info, 0)
+
+    return lax.cond(jnp.any(failed), examined, lambda: (factor, jnp.zeros(failed.shape, jnp.int32)))
+
+
+def _first_columns(x: Any) -> tuple[Any, Any]:
+    """(L up to the first pivot that is not positive, then the lower triangle of `x`; the number of that pivot, from one)."""
+    size = x.shape[-1]
+    index = jnp.arange(size)
+
+    def step(state: Any) -> Any:
+        k, rest, packed, info = state
+        column = jnp.where(index >= k, jnp.take(rest, k, axis=-1), 0)
+        pivot = jnp.real(jnp.take(column, k, axis=-1))
+        fails = (info == 0) & ~(pivot > 0)
+        info = jnp.where(fails, k + 1, info).astype(jnp.int32)
+        is_used = (info == 0)[..., None, None]
+        done = column / jnp.sqrt(jnp.where(info == 0, pivot, 1)).astype(x.dtype)[..., None]
+        packed = jnp.where(is_used & (index == k) & (index[:, None] >= k), done[..., None], packed)
+        is_pivot = (index == k) & (index[:, None] == k)
+        packed = jnp.where(fails[..., None, None] & is_pivot, pivot.astype(x.dtype)[..., None, None], packed)
+        return k + 1, rest - jnp.where(is_used, done[..., :, None] * jnp.conj(done)[..., None, :], 0), packed, info
+
+    start = jnp.zeros((), index.dtype), x, jnp.tril(x), jnp.zeros(x.shape[:-2], jnp.int32)
+    return lax.while_loop(lambda state: state[0] < size, step, start)[2:]
 
 
 @lower("_cholesky_solve_helper")

@@ -27,7 +27,7 @@ Matrix = np.ndarray[Any, np.dtype[Any]]
 def _scale(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
     """Input elements per output element. A scale factor given by the user has precedence over the ratio of the sizes."""
     if not align_corners and given is not None and given > 0:
-        return dtype(1.0) / dtype(given)
+        return dtype(1.0 / given)
     above, below = (size - 1, count - 1) if align_corners else (size, count)
     if are_sizes_open():  # both vary between calls, and no formula for their quotient could be derived from traces
         return jnp.asarray(above, dtype) / jnp.asarray(below, dtype) if below else dtype(0)
@@ -39,24 +39,30 @@ def _iota(count: int, dtype: Any) -> Any:
     return lax.iota(dtype, count) if are_sizes_open() else np.arange(count).astype(dtype)
 
 
-def _nearest_at(size: int, count: int, given: float | None, exact: bool) -> Any:
-    """The input index of each output index, computed in float32 like torch."""
+def _nearest_at(size: int, count: int, given: float | None, exact: bool, is_short: bool) -> Any:
+    """The input index of each output index, computed in float32 like torch. See Note [Nearest without a scale]."""
     scale = _scale(size, count, False, given, np.float32)
     xp: Any = jnp if are_sizes_open() else np
     at = xp.floor((_iota(count, np.float32) + np.float32(0.5 if exact else 0)) * scale)
-    return xp.minimum(at.astype(np.int64), size - 1)
+    at = xp.minimum(at.astype(np.int64), size - 1)
+    if not is_short or given is None:
+        return at
+    index = _iota(count, np.int64)
+    return xp.where(xp.asarray(count) == size, index, xp.where(xp.asarray(count) == 2 * size, index // 2, at))
 
 
-def _nearest(x: Any, dim: int, count: int, given: float | None, exact: bool) -> Any:
+# Note [Nearest without a scale]: torch's loops for "nearest" in 2-D, and the gradients of all ranks, ignore a given scale factor where the
+# output is exactly as large as the input, or twice as large. Its loops for 1-D and 3-D, and "nearest-exact", do not.
+def _nearest(x: Any, dim: int, count: int, given: float | None, exact: bool, is_short: bool) -> Any:
     """`x` resized along one dim: by a broadcast if elements repeat, by a slice for regular steps, else by a gather."""
     size = x.shape[dim]
     if count == size and (given is None or given == 1.0):
         return x
     is_repeated = given is not None and given >= 1 and float(given).is_integer()
     if are_sizes_open() and not is_repeated:
-        return jnp.take(x, _nearest_at(size, count, given, exact), axis=dim, mode="clip")
+        return jnp.take(x, _nearest_at(size, count, given, exact, is_short), axis=dim, mode="clip")
     with closed_sizes():  # every element repeats equally often, for any size
-        return _taken(x, dim, _nearest_at(size, count, given, exact))
+        return _taken(x, dim, _nearest_at(size, count, given, exact, is_short))
 
 
 def _taken(x: Any, dim: int, at: Matrix) -> Any:
@@ -92,9 +98,11 @@ def _matrix_of_taps(size: int, count: int, taps: Sequence[tuple[Any, Any]], dtyp
 
 
 def _linear_matrix(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Any:
-    """[count, size], with two taps per output element."""
+    """[count, size], with two taps per output element. If no size changes, torch ignores a given scale factor here."""
     xp: Any = jnp if are_sizes_open() else np
     source = xp.maximum(_source(size, count, align_corners, given, dtype), dtype(0))
+    if given is not None:
+        source = xp.where(xp.asarray(count) == size, _iota(count, dtype), source)
     low = xp.minimum(source.astype(np.int64), size - 1)
     share = xp.clip(source - low.astype(dtype), 0, 1)
     return _matrix_of_taps(size, count, [(low, 1 - share), (xp.minimum(low + 1, size - 1), share)], dtype)
@@ -122,6 +130,8 @@ def _antialiased(kernel: Callable[[Any], Any], radius: float) -> Callable[..., M
     """The matrix of a filter that is scaled to the spacing of the output. Its rows sum to one."""
 
     def matrix_of(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
+        if count == size:  # torch skips such a dim, also if a scale factor is given
+            return np.eye(size, dtype=dtype)
         with closed_sizes():
             scale = float(_scale(size, count, align_corners, given, np.float64))
         wide_scale = max(scale, 1.0)
@@ -179,14 +189,17 @@ def _lower_interpolation(name: str, rank: int, matrix_of: Callable[..., Matrix])
 
 
 def _lower_nearest(name: str, rank: int, exact: bool) -> None:
-    def upsample(self: Any, output_size: Any, *scales: float | None) -> Any:
+    def resized(x: Any, output_size: Any, scales: Sequence[float | None], is_short: bool) -> Any:
         given = (*scales, *(None,) * rank)[:rank]
         for dim, (count, scale) in enumerate(zip(output_size, given, strict=True), 2):
-            self = _nearest(self, dim, count, scale, exact)
-        return self
+            x = _nearest(x, dim, count, scale, exact, is_short)
+        return x
+
+    def upsample(self: Any, output_size: Any, *scales: float | None) -> Any:
+        return resized(self, output_size, scales, rank == 2 and not exact)
 
     def upsample_backward(grad_output: Any, output_size: Any, input_size: Any, *scales: float | None) -> Any:
-        return _transposed(lambda x: upsample(x, output_size, *scales), input_size, wide(grad_output))
+        return _transposed(lambda x: resized(x, output_size, scales, not exact), input_size, wide(grad_output))
 
     lower(name)(upsample)
     lower(f"{name}_backward")(upsample_backward)

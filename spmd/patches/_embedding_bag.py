@@ -27,14 +27,18 @@ def register() -> None:
 def embedding_bag(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     names = ("offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset")
     given = dict(zip((*names, "padding_idx"), args, strict=False)) | kwargs
-    mode, special = given.get("mode", "mean"), ("offsets", "max_norm", "scale_grad_by_freq", "sparse", "include_last_offset")
-    on_device = weight.device.type == "jax" and input.device.type == "jax" and input.dim() == 2
-    if not on_device or mode not in ("sum", "mean") or input.is_floating_point() or any(given.get(name) for name in special):
+    mode, padding = given.get("mode", "mean"), given.get("padding_idx")
+    on_device = weight.device.type == "jax" and input.device.type == "jax" and input.dim() == weight.dim() == 2
+    is_special = any(given.get(name) is not None for name in ("offsets", "max_norm"))
+    is_special = is_special or any(given.get(name) for name in ("scale_grad_by_freq", "sparse", "include_last_offset"))
+    if not on_device or is_special or mode not in ("sum", "mean") or input.is_floating_point():
         return _torchs_embedding_bag(input, weight, *args, **kwargs)
     factors: torch.Tensor | None = given.get("per_sample_weights")
     if factors is not None and (mode != "sum" or factors.shape != input.shape or factors.dtype != weight.dtype):
         return _torchs_embedding_bag(input, weight, *args, **kwargs)
-    return _fixed_bags(input, weight, mode, factors, given.get("padding_idx"))
+    if padding is not None and not -weight.shape[0] <= padding < weight.shape[0]:
+        return _torchs_embedding_bag(input, weight, *args, **kwargs)  # which raises
+    return _fixed_bags(input, weight, mode, factors, padding)
 
 
 def _fixed_bags(

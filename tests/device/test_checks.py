@@ -49,10 +49,27 @@ CASES: dict[str, tuple[Two, Any, Any]] = {
     "kl_divergence": (lambda x, v: D.kl_divergence(D.Gamma(x, v), D.Gamma(v, x)), ([1, 2], [1, 2]), ([1, 2], [1, -2])),
     "cholesky": (lambda x, v: torch.linalg.cholesky(torch.diag(v)) @ x, ([1, 2], [1, 2]), ([1, 2], [1, -2])),
     "solve": (lambda x, v: torch.linalg.solve(torch.diag(v), x), ([1, 2], [1, 2]), ([1, 2], [1, 0])),
+    **{
+        f"{name}(check_errors=True)": (
+            lambda x, v, name=name: getattr(torch.linalg, name)(torch.diag(v), check_errors=True)[0],
+            ([1, 2], [1, 2]),
+            ([1, 2], [0, 0]),
+        )
+        for name in ("inv_ex", "cholesky_ex", "lu_factor_ex", "ldl_factor_ex")
+    },
+    "solve_ex(check_errors=True)": (
+        lambda x, v: torch.linalg.solve_ex(torch.diag(v), x, check_errors=True)[0],
+        ([1, 2], [1, 2]),
+        ([1, 2], [1, 0]),
+    ),
+    "torch.cholesky": (lambda x, v: torch.cholesky(torch.diag(v)) @ x, ([1, 2], [1, 2]), ([1, 2], [1, -2])),
+    "svdvals": (lambda x, v: torch.linalg.svdvals(torch.diag(v)), ([1, 2], [1, 2]), ([1, 2], [1, nan])),
+    "eigvalsh": (lambda x, v: torch.linalg.eigvalsh(x * v[:, None]), ([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, nan, 3])),
+    "eig": (lambda x, v: torch.linalg.eig(torch.diag(v))[0].real, ([1, 2], [1, 2]), ([1, 2], [1, inf])),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected", "ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("name", CASES)
 def test_a_check_that_fails_raises_the_same_class_at_the_next_read(name: str) -> None:
     fn, passing, failing = CASES[name]

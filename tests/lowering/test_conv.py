@@ -110,12 +110,25 @@ RESAMPLINGS: dict[str, Any] = {
     "area": lambda x: F.interpolate(x, (4, 3), mode="area"),
     "antialiased": lambda x: F.interpolate(x, (4, 3), mode="bicubic", antialias=True),
     "by a factor": lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+    "antialiased, of no effect": lambda x: F.interpolate(x, scale_factor=(1.1, 0.7), mode="bilinear", antialias=True),
     "unfold": lambda x: F.unfold(x, 2, padding=1, stride=2),
     "unfold of overlapping blocks": lambda x: F.unfold(x, (3, 2), dilation=(1, 2)),
     "fold": lambda x: F.fold(x.reshape(2, 12, 9)[:, :, :6], (4, 3), 2),
     "pixel_shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x.reshape(2, 4, 9, 3), 2), 2),
     "affine_grid": lambda x: F.affine_grid(x[:, :2, :3, 0].repeat(1, 1, 1), [2, 3, 4, 5], align_corners=False),
 }
+
+
+FACTORS = {"nearest": 1, "nearest-exact": 1, "nearest 2d": 2, "nearest 3d": 3, "nearest-exact 2d": 2, "linear": 1, "bilinear": 2, "area": 1}
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.02, 1.3, 1.7, 2.05, 2.3])
+@pytest.mark.parametrize("mode", FACTORS)
+def test_a_scale_factor_selects_the_cpus_elements(mode: str, factor: float) -> None:
+    rank = FACTORS[mode]
+    for size in (5, 13, 20):
+        x = normal(1, 2, size, *(2,) * (rank - 1))
+        check(lambda x: F.interpolate(x, scale_factor=(factor, *(1.0,) * (rank - 1)), mode=mode.split()[0]), x)
 
 
 @pytest.mark.parametrize("name", RESAMPLINGS)

@@ -92,6 +92,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         for p in (0.0, 1.0, 2.0, 3.0, inf)
     },
     **{
+        f"{name} of equal rows and equal differences, p {p}": (functools.partial(distances, p=p), (of(*row, grad=True).reshape(4, 3),))
+        for p in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, inf)
+        for row in ((1, 2, 3, 2, 1, 2, 0, 3, 4, 1, 2, 3),)
+        for name, distances in {
+            "cdist": lambda x, p: (torch.cdist(x, x, p), torch.cdist(x[None], x.detach()[:2].repeat(2, 1, 1), p)),
+            "pdist": F.pdist,
+            "pairwise_distance": lambda x, p: F.pairwise_distance(x, x.flip(0), p, 0.0),
+        }.items()
+    },
+    **{
         f"{name} of NaN, right {right}, in {kind}": (search, (edges, of(nan, inf, -inf, 2, 0.5)))
         for right in (False, True)
         for kind, edges in {"numbers": of(1, 2, 3), "NaN behind": of(0, 2, nan, nan), "disorder": of(3, nan, 1, 2, -1)}.items()

@@ -107,6 +107,16 @@ def test_ctc_loss_and_torchs_own_gradient_equal_cpu(reduction: str, on_device: b
     check(F.ctc_loss, normal(8, 2, 4).log_softmax(2).detach().requires_grad_(), flat, *given, reduction=reduction)
 
 
+@pytest.mark.parametrize("zero_infinity", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_impossible_target_of_a_batch_has_the_cpus_gradient(dtype: torch.dtype, reduction: str, zero_infinity: bool) -> None:
+    targets = torch.tensor([[1, 1, 1], [1, 2, 3], [2, 0, 0]])
+    log_probs = normal(4, 3, 4, dtype=dtype).log_softmax(2).detach().requires_grad_()
+    for inputs, lengths in (((3, 4, 4), (3, 3, 1)), ((4, 2, 0), (3, 3, 0))):
+        check(F.ctc_loss, log_probs, targets, inputs, lengths, reduction=reduction, zero_infinity=zero_infinity)
+
+
 def test_impossible_ctc_loss_counts_zero_where_asked() -> None:
     log_probs = normal(2, 1, 4).log_softmax(2).detach().requires_grad_()
     check(F.ctc_loss, log_probs, torch.tensor([[1, 2, 3]]), (2,), (3,), zero_infinity=True)

@@ -1,11 +1,13 @@
 """Gradients through LU: torch's formulas depend on the layout of the matrix, and complex ones on torch's convention."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-import spmd  # noqa: F401
+import spmd
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "det": torch.linalg.det,
@@ -37,3 +39,49 @@ def test_result_and_gradient_equal_the_cpus(name: str, dtype: torch.dtype, is_ro
         assert leaf.is_contiguous() == is_row_major
         found.append(result_and_gradient(FUNCTIONS[name], leaf.detach().requires_grad_()))
     torch.testing.assert_close(found[1], found[0])
+
+
+BAD = torch.stack([torch.eye(3), torch.zeros(3, 3)])
+FAILURES: dict[str, Any] = {
+    **{name: functools.partial(getattr(torch.linalg, name), check_errors=True) for name in ("inv_ex", "cholesky_ex", "lu_factor_ex")},
+    "ldl_factor_ex": lambda x: torch.linalg.ldl_factor_ex(x, check_errors=True),
+    "solve_ex": lambda x: torch.linalg.solve_ex(x, x, check_errors=True),
+    "torch.cholesky": torch.cholesky,
+    "svdvals": lambda x: torch.linalg.svdvals(x / x),
+    "eigh": lambda x: torch.linalg.eigh(x / x),
+    "eig": lambda x: torch.linalg.eig(x / x),
+    "a driver of CUDA": lambda x: torch.linalg.svd(x, driver="gesvd"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failed_factorisation_raises_the_cpus_error(name: str) -> None:
+    for x in (BAD, BAD[1]):
+        with pytest.raises(RuntimeError) as cpu:
+            FAILURES[name](x)
+        with pytest.raises(RuntimeError) as ours:
+            FAILURES[name](x.to("jax"))
+        assert type(ours.value) is type(cpu.value)
+        assert str(ours.value).split("(error code")[0] == str(cpu.value).split("(error code")[0]
+
+
+MINORS = torch.tensor([[[4.0, 2, 1], [2, 5, 3], [1, 3, 9]], [[4, 2, 1], [2, -5, 3], [1, 3, 2]], [[4, 2, 1], [2, 5, 3], [1, 3, -2]]])
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_a_failed_cholesky_ex_has_the_cpus_info_and_columns(upper: bool) -> None:
+    for x in (
+        MINORS,
+        MINORS[1],
+        -MINORS[0],
+        MINORS * float("nan"),
+        MINORS + 1j * torch.ones(3, 3).triu(1) - 1j * torch.ones(3, 3).tril(-1),
+    ):
+        expected = torch.linalg.cholesky_ex(x, upper=upper)
+        factor, info = torch.linalg.cholesky_ex(x.to("jax"), upper=upper)
+        torch.testing.assert_close(factor.cpu(), expected.L, equal_nan=True)
+        assert torch.equal(info.cpu(), expected.info)
+        factor, info = spmd.compile(torch.linalg.cholesky_ex)(x.to("jax"), upper=upper)
+        assert torch.equal(info.cpu(), expected.info)
+        assert torch.equal(factor.isnan().any(-1).any(-1).cpu(), expected.info > 0)

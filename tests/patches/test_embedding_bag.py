@@ -51,3 +51,29 @@ def test_bags_by_offsets_are_torchs() -> None:
 def test_on_the_host_it_is_torchs_own() -> None:
     ids, weight = torch.arange(6).reshape(2, 3), batch(16, 8)
     assert torch.equal(F.embedding_bag(ids, weight, mode="sum"), weight[ids].sum(1))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "one offset": {"offsets": torch.tensor([0])},
+    "offsets": {"offsets": torch.tensor([0, 1])},
+    "padding_idx above": {"padding_idx": 9},
+    "padding_idx below": {"padding_idx": -7},
+    "mode": {"mode": "prod"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_the_cpu_refuses_raise_its_error(name: str) -> None:
+    ids, weight = torch.tensor([[0, 1, 2]]), torch.ones(6, 3)
+    with pytest.raises((ValueError, RuntimeError)) as cpu:
+        F.embedding_bag(ids, weight, **REFUSED[name])
+    moved = {key: value.to("jax") if isinstance(value, torch.Tensor) else value for key, value in REFUSED[name].items()}
+    with pytest.raises(cpu.type) as ours:
+        F.embedding_bag(ids.to("jax"), weight.to("jax"), **moved)
+    assert str(ours.value) == str(cpu.value)
+
+
+def test_a_max_norm_of_zero_is_obeyed() -> None:
+    ids, weight = torch.tensor([[0, 1, 2]]), torch.ones(6, 3)
+    ours = F.embedding_bag(ids.to("jax"), weight.to("jax"), max_norm=0.0)
+    torch.testing.assert_close(ours.cpu(), F.embedding_bag(ids, weight.clone(), max_norm=0.0))
