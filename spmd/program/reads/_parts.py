@@ -63,10 +63,14 @@ def memory_owners(value: Any) -> Iterator[Any]:
 
 def nested(value: Any) -> Iterator[Any]:
     """A value and everything inside it, through tuples, lists and dicts."""
-    yield value
-    if isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from nested(part)
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        if isinstance(part, (tuple, list, dict)) and id(part) not in seen:
+            seen.add(id(part))
+            waiting += part.values() if isinstance(part, dict) else part
 
 
 def with_tuple_items(values: Iterable[Any]) -> Iterator[Any]:

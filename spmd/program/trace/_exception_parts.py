@@ -1,4 +1,4 @@
-"""Takes exceptions that a trace created apart: arguments, cause and context, notes and other attributes, slots, and the fields that C keeps.
+"""Takes exceptions that a trace created apart: arguments, cause and context, attributes with notes, slots, and the fields that C keeps.
 
     try:
         rows = open(path).read()
@@ -20,7 +20,7 @@ from spmd.program.find._static import attributes_of, is_python_class, slots_of
 if TYPE_CHECKING:
     from spmd.program.trace._object_parts import ObjectParts
 
-_ONLY_MADE = ("message", "exceptions")  # fields of a group that its constructor sets
+_NO_FIELDS = ("__suppress_context__", "message", "exceptions")  # set with the context, and by the constructor of a group
 
 
 def exception_parts(value: BaseException) -> ObjectParts:
@@ -64,7 +64,7 @@ def _fields_of(value: BaseException) -> dict[Callable[[Any, Any], None], Any]:
     holds_none = _num_nones(value) > 0
     for descriptor, part in slots_of(value).items():
         if not is_python_class(descriptor.__objclass__):
-            if descriptor.__name__ == "__suppress_context__" or (isinstance(value, BaseExceptionGroup) and descriptor.__name__ in _ONLY_MADE):
+            if descriptor.__name__ in _NO_FIELDS:
                 continue
             if part is None and not (holds_none and _is_set(value, descriptor)):
                 continue
