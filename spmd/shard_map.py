@@ -25,6 +25,7 @@ from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, TraceAgain, TraceError, called_at, message
 from spmd.base._jax import eval_jaxpr, is_tracing
+from spmd.base._jax_notes import without_jax_note
 from spmd.base._jax_varying import axes_of_outputs
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
@@ -141,7 +142,8 @@ class _Region:
         )
         if is_tracing():
             return run(*values)
-        closed = jax.make_jaxpr(run)(*values)
+        with without_jax_note():
+            closed = jax.make_jaxpr(run)(*values)
         key = str(closed.jaxpr)
         compiled = self.compiled.get(key)
         if compiled is None:

@@ -18,6 +18,7 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import eval_jaxpr, split_by_dependence, with_constants_as_inputs
+from spmd.base._jax_notes import without_jax_note
 from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, load, wrap
@@ -139,7 +140,7 @@ def trace_joint(
             arrays_out = [load(o.detach()) for o in outputs]
             return arrays_out, [jnp.zeros(t.shape, load(t).dtype) if g is None else load(g) for g, t in zip(grads, sources, strict=True)]
 
-    with exact_dtypes():
+    with without_jax_note(), exact_dtypes():
         examples = [jax.typeof(load(t)) for t in (*args, *captured)]
         state = jax.typeof(jnp.asarray(words))
         first = lambda *a: call(a[:-1], a[-1], lambda outs: [wrap(load(o.detach())) for o in outs])[0]  # noqa: E731

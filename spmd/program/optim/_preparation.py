@@ -22,6 +22,7 @@ from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._jax import eval_jaxpr, is_same_value
+from spmd.base._jax_notes import without_jax_note
 from spmd.base._torch import device_dtype_check_for_fused
 from spmd.device._arrays import padded, stored_shape
 from spmd.device._copy import from_host
@@ -371,7 +372,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
 
     with _restored(optimizer, [*missing, *others], births, made):
         try:
-            with exact_dtypes():
+            with without_jax_note(), exact_dtypes():
                 given = [jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting]
                 grads = [jax.ShapeDtypeStruct(tuple(p.shape), to_numpy_dtype(p.dtype)) for p in missing]
                 jaxpr = jax.make_jaxpr(first_step)(given, grads)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from spmd.program.find._static import attributes_of, is_python_class, slots_of
+from spmd.program.reads._exceptions import read_exception_text
 from spmd.program.reads._library import defines_tuples, is_library, is_recorded
 from spmd.program.reads._memos import GENERIC, read_registry
 from spmd.program.reads._places import ContentPlace
@@ -186,8 +187,8 @@ def read_text_of(recording: Recording, value: Any) -> None:
     if isinstance(value, decimal.Context):
         raise refused("the text of a decimal.Context, with the flags that earlier operations raised")
     cls: Any = value if isinstance(value, type) else type(value)
-    if isinstance(value, BaseException) and cls.__str__ is BaseException.__str__:
-        recording.read_c_attribute(value, "args")
+    if isinstance(value, BaseException):
+        read_exception_text(recording, value)
     elif isinstance(value, collections.defaultdict):
         recording.read_c_attribute(value, "default_factory")
     elif isinstance(value, tuple) and hasattr(cls, "_fields"):

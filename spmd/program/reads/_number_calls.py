@@ -27,6 +27,7 @@ from spmd.device._numbers import OF_MATH, is_of_host, is_program_number, needs_v
 from spmd.device._storage import is_device_tensor
 from spmd.program.reads import _composed_draws, _composed_functions  # noqa: F401  # pyright: ignore[reportUnusedImport] - register
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._nested import inside
 from spmd.program.reads._number_arguments import by_composition, composition
 from spmd.program.reads._number_operands import TensorOperand, loses_numbers, number_beside, takes_tensors, with_operands
 from spmd.program.reads._numpy_numbers import is_number
@@ -57,8 +58,16 @@ _TAKE_NUMBERS = frozenset((*_ARRAY_LIBRARIES, *_PYTHONS, *_PYTHONS_TYPES))
 def is_lifted(value: Any) -> bool:
     """Whether it is a program number, or a list or tuple with one."""
     if type(value) in (list, tuple):
-        return any(map(is_lifted, value))
+        return any(map(is_program_number, inside(value, _in_lists)))
     return is_program_number(value)
+
+
+def _in_lists(value: Any) -> Any:
+    return value if type(value) in (list, tuple) else None
+
+
+def _in_containers(value: Any) -> Any:
+    return value.values() if type(value) is dict else value if type(value) in (list, tuple, deque) else None
 
 
 def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +77,7 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     if fn is builtins.isinstance or fn is builtins.hasattr or fn is builtins.dir:  # answered for a Python number of the same type
         return lambda value, *rest: fn(sample(value) if is_program_number(value) else value, *rest)
     if fn is builtins.type:
-        return lambda value, *rest: type(value, *rest) if rest else type(sample(value))
+        return lambda value, *rest: type(value, *rest) if rest or not is_program_number(value) else type(sample(value))
     if fn is torch.where:
         return where
     if fn in CONVERSIONS:
@@ -82,7 +91,7 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
     if id(fn) in _COMPARED:
         return _COMPARED[id(fn)]
     if fn is torch.result_type:
-        return lambda *given: torch.result_type(*(sample(v) if is_lifted(v) else v for v in given))
+        return lambda *given: torch.result_type(*(sample(v) if is_program_number(v) else v for v in given))
     if any(fn is make for make in MAKE_TENSORS):
         return partial(tensor, fn)
     if takes_tensors(fn):
@@ -146,9 +155,7 @@ def with_known(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def holds_lifted(value: Any) -> bool:
     """Whether it contains program numbers, in dicts, lists, tuples or deques, as passed to `json` or a logger."""
-    if type(value) is dict:
-        return any(map(holds_lifted, value.values()))
-    return any(map(holds_lifted, value)) if type(value) in (list, tuple, deque) else is_lifted(value)
+    return any(map(is_program_number, inside(value, _in_containers)))
 
 
 def known(value: Any) -> Any:
@@ -157,13 +164,27 @@ def known(value: Any) -> Any:
     Raises:
         TraceError: only the device knows one of them.
     """
-    if type(value) is dict:
-        return {key: known(item) for key, item in value.items()} if holds_lifted(value) else value
-    if type(value) in (list, tuple, deque):
-        return type(value)(map(known, value)) if holds_lifted(value) else value
-    if type(value) is slice:
+    return _known(value, {})
+
+
+def _known(value: Any, made: dict[int, Any]) -> Any:
+    """The same. `made`: the copies of containers, by id of the original: one may be in itself."""
+    kind: Any = type(value)
+    if kind is slice:
         return slice(known(value.start), known(value.stop), known(value.step))
-    return value.node.known("number") if is_lifted(value) else value
+    if kind not in (dict, list, tuple, deque):
+        return value.node.known("number") if is_program_number(value) else value
+    if not holds_lifted(value):
+        return value
+    if kind is tuple:
+        return tuple(_known(item, made) for item in value)
+    if id(value) not in made:
+        copied = made[id(value)] = kind()
+        if kind is dict:
+            copied.update((key, _known(item, made)) for key, item in value.items())
+        else:
+            copied.extend(_known(item, made) for item in value)
+    return made[id(value)]
 
 
 def numpy_operand(left: Any, right: Any) -> Any:
@@ -230,9 +251,9 @@ def position_in(fn: Any, numbers: tuple[float, ...], bounds: tuple[int, ...], op
 def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
     """`torch.where(condition, input, other)`; a program number promotes like a Python number."""
     left, right = choices if len(choices) == 2 else (*choices, *(named[name] for name in ("input", "self", "other") if name in named))
-    if not (is_lifted(left) or is_lifted(right)):
+    if not (is_program_number(left) or is_program_number(right)):
         return torch.where(condition, left, right)
-    dtype = torch.result_type(*(sample(c) if is_lifted(c) else c for c in (left, right)))
+    dtype = torch.result_type(*(sample(c) if is_program_number(c) else c for c in (left, right)))
     return torch.where(condition, *(torch.full((), c, dtype=dtype, device=condition.device) if is_lifted(c) else c for c in (left, right)))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from spmd.program.find._static import attributes_of, is_python_class, slots_of, static_attribute
+from spmd.program.reads._exceptions import exceptions_parts
 from spmd.program.reads._images import images_in
 from spmd.program.reads._library import is_library, is_recorded, keeps_state, settings_of
 from spmd.program.reads._places import CDATA, PLAIN
@@ -62,10 +63,14 @@ def memory_owners(value: Any) -> Iterator[Any]:
 
 def nested(value: Any) -> Iterator[Any]:
     """A value and everything inside it, through tuples, lists and dicts."""
-    yield value
-    if isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from nested(part)
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        if isinstance(part, (tuple, list, dict)) and id(part) not in seen:
+            seen.add(id(part))
+            waiting += part.values() if isinstance(part, dict) else part
 
 
 def with_tuple_items(values: Iterable[Any]) -> Iterator[Any]:
@@ -79,6 +84,8 @@ def parts_of(value: Any, recording: PlacesRead) -> list[Any]:
     """The mutable objects that a library can reach directly from `value`."""
     kind = type(value)
     own = _of_own_class(value, kind, recording)
+    if issubclass(kind, BaseException):
+        return [*exceptions_parts(recording, value), *own]
     if issubclass(kind, dict):
         return [*dict.values(value), *own]
     if issubclass(kind, (collections.UserDict, collections.UserList)):

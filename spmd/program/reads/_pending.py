@@ -28,6 +28,7 @@ from spmd.base._errors import TraceError, called_at, message, user_line
 from spmd.device._host_copies import HostCopy
 from spmd.device._numbers import is_of_host, is_program_number, sample
 from spmd.program.reads._library import is_library, starts_trace
+from spmd.program.reads._nested import inside
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN
 from spmd.program.reads._text_functions import is_of_texts
@@ -61,30 +62,21 @@ class Slot(NamedTuple):
     position: int
 
 
+def _items_of(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return value.values()
+    return value if kind in (list, collections.deque) or isinstance(value, tuple) else None
+
+
 def parts_in(value: Any) -> Iterator[Any]:
     """The numbers of the program, varying numbers and pending values in it, also in lists, tuples, deques and dicts."""
-    kind = type(value)
-    if kind is Pending or kind is Varying or is_program_number(value):
-        yield value
-    elif kind is dict:
-        for item in value.values():
-            yield from parts_in(item)
-    elif kind in (list, collections.deque) or isinstance(value, tuple):
-        for item in value:
-            yield from parts_in(item)
+    return (part for part in inside(value, _items_of) if type(part) is Pending or type(part) is Varying or is_program_number(part))
 
 
 def holds_copies(*values: Any) -> bool:
     """Whether the values contain a copy to the host of a traced tensor, also in lists, tuples, deques and dicts."""
-    for value in values:
-        kind = type(value)
-        if kind is HostCopy:
-            return True
-        if kind is dict and holds_copies(*value.values()):
-            return True
-        if (kind in (list, collections.deque) or isinstance(value, tuple)) and holds_copies(*value):
-            return True
-    return False
+    return any(type(part) is HostCopy for part in inside(values, _items_of))
 
 
 def is_pending(*values: Any) -> bool:
@@ -124,6 +116,11 @@ def kept(value: Any, parts: list[Any], other: Callable[[Any], Any] | None = None
     Raises:
         NotTaken: it contains such an object, and there is no `other`.
     """
+    return _kept(value, parts, other, {})
+
+
+def _kept(value: Any, parts: list[Any], other: Callable[[Any], Any] | None, made: dict[int, Any]) -> Any:
+    """The same. `made`: the copies of containers, by id of the original: one may be in itself."""
     kind: Any = type(value)
     if kind is Pending or kind is Varying or is_program_number(value):
         found = next((index for index, part in enumerate(parts) if part is value), len(parts))
@@ -135,14 +132,8 @@ def kept(value: Any, parts: list[Any], other: Callable[[Any], Any] | None = None
         return Slot(len(parts) - 1)
     if is_noted(value):
         return value.plain()
-    if kind in (list, tuple, set, frozenset):
-        return kind([kept(item, parts, other) for item in value])
-    if kind is collections.deque:
-        return kind([kept(item, parts, other) for item in value], value.maxlen)
-    if kind is dict:
-        return {key: kept(item, parts, other) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return kind(*(kept(item, parts, other) for item in value))
+    if (copied := _copied(value, made, lambda item: _kept(item, parts, other, made))) is not ABSENT:
+        return copied
     if isinstance(value, PLAIN) or (isinstance(value, type) and kind is type):
         return value
     array: Any = value
@@ -155,18 +146,33 @@ def kept(value: Any, parts: list[Any], other: Callable[[Any], Any] | None = None
 
 def filled(value: Any, values: Sequence[Any]) -> Any:
     """A copy of a kept argument with these numbers in its slots."""
-    kind = type(value)
-    if kind is Slot:
-        return values[value.position]
-    if kind in (list, tuple, set, frozenset):
-        return kind([filled(item, values) for item in value])
-    if kind is collections.deque:
-        return kind([filled(item, values) for item in value], value.maxlen)
-    if kind is dict:
-        return {key: filled(item, values) for key, item in value.items()}
+    made: dict[int, Any] = {}
+
+    def fill(value: Any) -> Any:
+        if type(value) is Slot:
+            return values[value.position]
+        copied = _copied(value, made, fill)
+        return value if copied is ABSENT else copied
+
+    return fill(value)
+
+
+def _copied(value: Any, made: dict[int, Any], copy_of: Callable[[Any], Any]) -> Any:
+    """A container with copies of its items; ABSENT for any other value. `made`: the copies of those that may be in themselves, by id."""
+    kind: Any = type(value)
+    if kind in (tuple, set, frozenset):
+        return kind(map(copy_of, value))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return kind(*(filled(item, values) for item in value))
-    return value
+        return kind(*map(copy_of, value))
+    if kind not in (list, dict, collections.deque):
+        return ABSENT
+    if id(value) not in made:
+        copied = made[id(value)] = kind([], value.maxlen) if kind is collections.deque else kind()
+        if kind is dict:
+            copied.update((key, copy_of(item)) for key, item in value.items())
+        else:
+            copied.extend(map(copy_of, value))
+    return made[id(value)]
 
 
 class Pending:
@@ -307,7 +313,7 @@ def pending(
     Raises:
         TraceError: an argument may change until then, or the function would handle the error of `fn`.
     """
-    if not is_safe and fn not in _NEVER_RAISE and (line := _catching()):
+    if not is_safe and fn not in _NEVER_RAISE and (line := catching(_MAY_RAISE)):
         raise _caught(_title(fn), line)
     try:
         made = Pending(fn, given, options or {}, sampled)
@@ -402,11 +408,11 @@ def _caught(title: str, line: str) -> TraceError:
     )
 
 
-def _catching() -> str:
-    """The line of the user's code that would handle an error of the call that it makes now; empty if none would."""
+def catching(kinds: Sequence[type[Exception]]) -> str:
+    """The line of the user's code that would handle an error of one of these classes in the call that it makes now; empty if none would."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and not starts_trace(frame):
-        if not is_library(frame.f_globals.get("__name__")) and catches(frame, _MAY_RAISE):
+        if not is_library(frame.f_globals.get("__name__")) and catches(frame, kinds):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -470,6 +476,7 @@ __all__ = [
     "NotTaken",
     "Pending",
     "PendingMethod",
+    "catching",
     "filled",
     "has_items",
     "holds_copies",

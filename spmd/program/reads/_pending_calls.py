@@ -8,7 +8,9 @@ is done when the call ends (`_pending_outputs`). Any other function that is give
 
 from __future__ import annotations
 
+import array
 import builtins
+import collections
 import datetime
 import decimal
 import fractions
@@ -34,12 +36,14 @@ from spmd.device._numbers import OF_MATH, is_program_number
 from spmd.device._storage import is_device_tensor, load
 from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._hooks import without_hooks
+from spmd.program.reads._nested import inside
 from spmd.program.reads._number_calls import needs_known
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._numpy_numbers import is_elementwise
 from spmd.program.reads._pending import (
     Pending,
     PendingMethod,
+    catching,
     holds_copies,
     is_made_late,
     is_pending,
@@ -53,7 +57,7 @@ from spmd.program.reads._pending import (
 )
 from spmd.program.reads._pending_outputs import is_captured, is_output_call, noted_output, require_no_output
 from spmd.program.reads._pending_texts import text_method
-from spmd.program.reads._varying import Varying
+from spmd.program.reads._varying import NumbersNeeded, Varying
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -106,7 +110,11 @@ _READ_IN_C: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), ((1,), ("batch_sizes",))),
 }
 _MAY_BE_ELSEWHERE = (1, "targets")  # of these functions' arguments: targets of `ctc_loss` on the CPU
-_ITERATED = (types.GeneratorType, map, filter, zip, *(type(getattr({}, name)()) for name in ("keys", "values", "items")))
+_TAKE_VARYING = ("torch", "numpy")
+_OF_CLASSES = (TypeError, ValueError, AttributeError, RecursionError)  # what a function raises for an object that is no number
+_VIEWS = tuple(type(getattr({}, name)()) for name in ("keys", "values", "items"))
+_ITERATED = (types.GeneratorType, map, filter, zip, *_VIEWS)
+_MAKE_BYTES = (bytes, bytearray, array.array)
 
 
 def is_pure(fn: Any) -> bool:
@@ -151,6 +159,7 @@ def for_pending(
         for items in args[1:]:
             recording.iterate(items)
         return lambda applied, *items: map(partial(_applied, recording, applied), *items)
+    _require_errors_seen(fn, args, stores)
     if not is_pure(fn):
         return _for_others(fn, args, stores)
     is_of_content = id(fn) in _OF_CONTENT or type(getattr(fn, "__self__", None)) in (str, bytes)
@@ -260,6 +269,26 @@ def _for_others(fn: Any, args: tuple[Any, ...], stores: Callable[[Any], bool]) -
     raise found.needed(f"value (an argument of {getattr(fn, '__name__', type(fn).__name__)})")
 
 
+def _content_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict.values(value)
+    return value if type(value) in (list, set, collections.deque, *_VIEWS) or isinstance(value, tuple) else None
+
+
+def _require_errors_seen(fn: Any, args: tuple[Any, ...], stores: Callable[[Any], bool]) -> None:
+    """Check that an error of a library's function for numbers that vary in containers among its arguments would leave the trace.
+
+    Raises:
+        NumbersNeeded: the user's code would handle it, though the function takes plain numbers.
+    """
+    is_python = type(fn) in (types.FunctionType, types.MethodType) and str(fn.__module__).partition(".")[0] not in _TAKE_VARYING
+    if not (is_python or any(fn is make for make in _MAKE_BYTES)) or stores(fn):
+        return
+    held = (part for arg in args if type(arg) is not Varying for part in inside(arg, _content_of))
+    if any(type(part) is Varying for part in held) and catching(_OF_CLASSES):
+        raise NumbersNeeded
+
+
 def _sample(value: Pending) -> Any:
     if value.sample is ABSENT:
         raise value.needed("class")
@@ -268,10 +297,14 @@ def _sample(value: Pending) -> Any:
 
 def _read(recording: Recording, value: Any) -> None:
     """Record what a function of Python reads of an argument: the contents of its containers."""
-    if type(value) in (list, dict, tuple):
-        recording.read_content(value)
-        for item in value.values() if type(value) is dict else value:
-            _read(recording, item)
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if type(part) in (list, dict, tuple) and id(part) not in seen:
+            seen.add(id(part))
+            recording.read_content(part)
+            waiting += part.values() if type(part) is dict else part
 
 
 def _of_all(recording: Recording, fn: Any, items: Any, *rest: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from spmd.program.find._static import attributes_of
+from spmd.program.find._static import attributes_of, slots_of
 from spmd.program.reads._parts import is_data
 from spmd.program.reads._varying import Varying
 
@@ -25,15 +25,21 @@ def make_plain(error: BaseException) -> None:
         if isinstance(value, BaseException):
             value.args = _plain(value.args)
             waiting += (part for part in (value.__cause__, value.__context__, *value.args) if part is not None)
+            for descriptor, part in slots_of(value).items():  # slots, and fields in C such as `SystemExit.code`
+                if (plain := _plain(part)) is not part:
+                    descriptor.__set__(value, plain)
+                waiting.append(plain)
         if isinstance(value, tuple):
             waiting += value
         elif isinstance(value, (list, collections.deque)):
             for index, item in enumerate(value):
-                value[index] = _plain(item)
+                if (plain := _plain(item)) is not item:
+                    value[index] = plain
             waiting += value
         elif isinstance(value, dict):
-            for key in value:
-                value[key] = _plain(value[key])
+            for key, item in value.items():
+                if (plain := _plain(item)) is not item:
+                    value[key] = plain
             waiting += value.values()
         elif (isinstance(value, BaseException) or is_data(value)) and (attributes := attributes_of(value)) is not None:
             waiting.append(attributes)
@@ -42,7 +48,10 @@ def make_plain(error: BaseException) -> None:
 def _plain(value: Any) -> Any:
     if isinstance(value, Varying):
         return value.evaluate()
-    return type(value)(map(_plain, value)) if type(value) is tuple and value else value
+    if type(value) is not tuple:
+        return value
+    made = tuple(map(_plain, value))
+    return value if all(a is b for a, b in zip(made, value, strict=True)) else made
 
 
 __all__ = ["make_plain"]

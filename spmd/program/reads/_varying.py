@@ -29,6 +29,7 @@ from spmd.device._representable_numbers import is_exact
 from spmd.device._storage import recording
 from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
+from spmd.program.reads._nested import holds_itself, inside
 from spmd.program.reads._number_calls import CHOICES, MAKE_TENSORS, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
 from spmd.program.reads._number_operands import loses_numbers, number_beside
 from spmd.program.reads._numpy_numbers import NUMPYS, is_number, is_of_numbers, plain, with_errors
@@ -348,12 +349,9 @@ def is_varying(key: Any) -> bool:
     return any_inside(key, lambda part: type(part) in (tuple, list), _is_varying_part)
 
 
-def any_inside(value: Any, is_container: Callable[[Any], bool], test: Callable[[Any], bool], around: tuple[Any, ...] = ()) -> bool:
-    """Whether `test` is true for a value, or for one inside it. `around`: the containers that it is in, since a list can be in itself."""
-    if not is_container(value):
-        return test(value)
-    inner = (*around, value)
-    return any(any_inside(part, is_container, test, inner) for part in value if all(part is not outer for outer in inner))
+def any_inside(value: Any, is_container: Callable[[Any], bool], test: Callable[[Any], bool]) -> bool:
+    """Whether `test` is true for a value, or for one inside it."""
+    return any(map(test, inside(value, lambda part: part if is_container(part) else None)))
 
 
 def _is_varying_part(part: Any) -> bool:
@@ -426,6 +424,10 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     is_torch, is_numpy = _is_of("torch", fn), _is_of("numpy", fn)
     if not (is_torch or is_numpy) and not any(isinstance(a, Varying) for a in args):
         return None  # other functions treat a list of varying numbers like a list of any objects
+    if any(
+        holds_itself(a, lambda part: part if is_sequence(part) else None) for a in args
+    ):  # which cannot be copied with the numbers of a call
+        raise NumbersNeeded
     is_on_tensor = _is_operator(fn) and any(isinstance(a, torch.Tensor) for a in args)
     is_of_program = is_torch or is_on_tensor or (fn in CHOICES and any(map(is_lifted, args)))
     take: Callable[[Varying], Any] = Varying.traced if is_of_program else Varying.concrete
@@ -446,7 +448,7 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 def _holds_numpys(data: Any) -> bool:
-    return any(map(_holds_numpys, data)) if isinstance(data, (list, tuple)) else isinstance(data, Varying) and data.is_numpy
+    return any_inside(data, lambda part: isinstance(part, (list, tuple)), lambda part: isinstance(part, Varying) and part.is_numpy)
 
 
 def _with_numpys_dtype(called: Any, data: Any, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:

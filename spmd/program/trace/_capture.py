@@ -17,6 +17,7 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain
+from spmd.base._jax_notes import without_jax_note
 from spmd.device._host_copies import is_host_copy
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor
@@ -87,6 +88,7 @@ def capture(
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
     before, counters = versions_of([*found.device_tensors(), *given]), equal_counters(found.optimizers, are_shared=settings.share_counters)
     with (
+        without_jax_note(),
         exact_dtypes(),
         no_host_random(settings),
         no_host_writes(found.cpu_tensors()),

@@ -26,6 +26,7 @@ from spmd.program.find._objects import is_object
 from spmd.program.find._static import attributes_of, is_python_class, slots_of
 from spmd.program.reads import Pending, Varying, code_of, is_library
 from spmd.program.trace._array_parts import array_parts
+from spmd.program.trace._exception_parts import exception_parts
 
 # A constructor of the empty object, or None if it can only be created with its parts; (empty object or None, parts) -> object; the parts.
 ObjectParts = tuple[Callable[[], Any] | None, Callable[[Any, list[Any]], Any], Sequence[Any]]
@@ -76,6 +77,8 @@ def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
         return _code_parts(value, cls)
     if (found := _shown_parts(value, cls)) is not None:
         return found
+    if issubclass(cls, BaseException):
+        return exception_parts(value)
     if not pytree.tree_is_leaf(value):
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         return None, lambda _, parts: pytree.tree_unflatten(parts, spec), parts
@@ -238,7 +241,7 @@ def _object_parts(value: Any, cls: Any) -> ObjectParts | None:
     """The parts of an object: its attributes, its slots, and the items of the builtin container class that it derives from."""
     own = next((c for c in cls.__mro__ if not is_python_class(c)), object)
     kind = next((kind for kind in _KINDS if issubclass(own, kind)), None) if own is not object else None
-    if own is not object and (kind is None or (own is not kind and kind is not BaseException)):
+    if own is not object and (kind is None or own is not kind):
         return None
     attributes, slots = attributes_of(value) or {}, slots_of(value)
     names, num_slots = list(attributes), len(slots)
@@ -293,13 +296,6 @@ def _of_deque(value: Any) -> _Kind:
     return list(collections.deque.__iter__(value)), collections.deque.__new__, put
 
 
-def _of_exception(value: Any) -> _Kind:
-    def put(made: Any, parts: list[Any]) -> None:
-        made.args, made.__cause__, made.__context__, made.__suppress_context__ = parts
-
-    return [value.args, value.__cause__, value.__context__, value.__suppress_context__], BaseException.__new__, put
-
-
 _OBJECT: _Kind = [], object.__new__, None
 _KINDS: dict[Any, Callable[[Any], _Kind]] = {
     collections.defaultdict: _of_default_dict,
@@ -310,7 +306,6 @@ _KINDS: dict[Any, Callable[[Any], _Kind]] = {
     collections.deque: _of_deque,
     tuple: lambda value: (list(tuple.__iter__(value)), tuple.__new__, None),
     frozenset: lambda value: (list(frozenset.__iter__(value)), frozenset.__new__, None),
-    BaseException: _of_exception,
     types.SimpleNamespace: lambda value: ([], types.SimpleNamespace.__new__, lambda made, parts: None),
 }
 
