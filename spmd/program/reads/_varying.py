@@ -424,10 +424,8 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     is_torch, is_numpy = _is_of("torch", fn), _is_of("numpy", fn)
     if not (is_torch or is_numpy) and not any(isinstance(a, Varying) for a in args):
         return None  # other functions treat a list of varying numbers like a list of any objects
-    if any(
-        holds_itself(a, lambda part: part if is_sequence(part) else None) for a in args
-    ):  # which cannot be copied with the numbers of a call
-        raise NumbersNeeded
+    if any(holds_itself(a, lambda part: part if is_sequence(part) else None) for a in args):
+        raise NumbersNeeded  # it cannot be copied with the numbers of a call
     is_on_tensor = _is_operator(fn) and any(isinstance(a, torch.Tensor) for a in args)
     is_of_program = is_torch or is_on_tensor or (fn in CHOICES and any(map(is_lifted, args)))
     take: Callable[[Varying], Any] = Varying.traced if is_of_program else Varying.concrete
