@@ -29,8 +29,10 @@ from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._pending import NotTaken, Pending, holds_copies, is_unknown, not_taken, parts_in, pending
-from spmd.program.reads._pending_texts import text_method
+from spmd.program.reads._output_settings import has_own_settings, is_kept
+from spmd.program.reads._pending import NotTaken, Pending, holds_copies, is_known_before, is_unknown, not_taken, parts_in, pending
+from spmd.program.reads._pending_texts import TextsNeeded, text_method
+from spmd.program.reads._varying import NumbersNeeded, Varying, fixed_if_varying, is_varying
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -93,6 +95,7 @@ class Output:
         streams: the files that it writes to.
         shown: the objects that it shows.
         is_late: whether it is done when a call ends. Otherwise the trace has done it.
+        is_own: whether the function has changed where it goes.
     """
 
     fn: Callable[..., Any]
@@ -101,6 +104,7 @@ class Output:
     streams: list[Any]
     shown: list[Shown]
     is_late: bool
+    is_own: bool = False
 
 
 def is_output_call(fn: Any) -> bool:
@@ -149,10 +153,63 @@ def noted_output(
     frame = frame or user_frame(sys._getframe(1))
     if fn is print and any(text_method(arg) is not None for arg in args):
         return partial(_print, recording, frame, record)
+    if has_own_settings(recording, fn):
+        _require_done_now(recording, fn, args)
+        called = record(recording, fn, tuple(map(fixed_if_varying, args)))
+        if not is_kept(recording, fn):
+            called = _at(_line(frame), partial(_note_early, recording, fn, frame, True), called)
+        return partial(_fixed, called) if any(map(is_varying, args)) else called
     is_late = any(output.is_late for output in recording.journal.outputs)
     if not is_late and not any(True for arg in args for _ in parts_in(arg)) and not holds_copies(*args):
-        return _at(_line(frame), partial(_note_early, recording, fn, frame), record(recording, fn, args))
+        return _at(_line(frame), partial(_note_early, recording, fn, frame, False), record(recording, fn, args))
     return partial(_later, recording, fn, frame)
+
+
+def _require_done_now(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+    """Check a warning or a record whose settings the function has changed: it cannot wait for the end of the call.
+
+    Raises:
+        TextsNeeded, NumbersNeeded: it shows a number that varies, or follows an output that waits.
+        TraceError: only the device knows a number in it, or in an output before it.
+    """
+    late = [] if is_kept(recording, fn) else [output for output in recording.journal.outputs if output.is_late]
+    parts = [part for arg in args for part in parts_in(arg)]
+    if holds_copies(*args) or not all(map(_is_of_host, parts)):
+        raise _own_settings(fn)
+    if late:
+        raise _needs_now(recording, fn, [part for output in late for part in output.given.parts])
+    if parts and not recording.has_constant_texts:
+        raise TextsNeeded
+
+
+def _is_of_host(part: Any) -> bool:
+    return part.is_of_host() if type(part) is Pending else is_known_before(part)
+
+
+def _fixed(called: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """The call with the numbers of this call, which are guarded. The frame of this function is one more."""
+    options |= {"stacklevel": options["stacklevel"] + 1} if options.get("stacklevel", 1) > 1 else {}
+    return called(*map(fixed_if_varying, given), **options)
+
+
+def _needs_now(recording: Recording, fn: Any, parts: list[Any]) -> Exception:
+    """What to raise for outputs, with these numbers, that would wait for the end of the call beside one of `fn` that cannot."""
+    if not all(map(_is_of_host, parts)):
+        return _own_settings(fn)
+    if any(type(part) is Varying for part in parts):
+        return NumbersNeeded()
+    return _own_settings(fn) if recording.has_constant_texts else TextsNeeded()
+
+
+def _own_settings(fn: Any) -> TraceError:
+    return TraceError(
+        message(
+            f"{_name(fn)} where the function has changed what is shown of it, with or after output of a number of the device",
+            *called_at(),
+            "Python writes such output when the call ends; filters, handlers and streams that the function sets are no longer there then",
+            fix="set them outside of the compiled function, or return the number and show it after the call: return loss.item()",
+        )
+    )
 
 
 def _print(recording: Recording, frame: types.FrameType, record: Callable[..., Any], /, *given: Any, **options: Any) -> None:
@@ -185,13 +242,23 @@ def _not_kept(name: str) -> Any:
     raise TraceError(message(what, fix="do not use its result, or call it outside of the function"))
 
 
-def _note_early(recording: Recording, fn: Any, frame: types.FrameType, given: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+def _note_early(
+    recording: Recording, fn: Any, frame: types.FrameType, is_own: bool, given: Sequence[Any], options: dict[str, Any]
+) -> dict[str, Any]:
     """Note a call that is done now. Returns its options, for a call with one more frame."""
-    _note(recording, fn, frame, False, given, options)
+    _note(recording, fn, frame, False, given, options, is_own)
     return {**options, "stacklevel": options["stacklevel"] + 1} if options.get("stacklevel", 1) > 1 else options
 
 
-def _note(recording: Recording, fn: Any, frame: types.FrameType, is_late: bool, given: Sequence[Any], options: dict[str, Any]) -> None:
+def _note(
+    recording: Recording,
+    fn: Any,
+    frame: types.FrameType,
+    is_late: bool,
+    given: Sequence[Any],
+    options: dict[str, Any],
+    is_own: bool = False,
+) -> None:
     """Note one call. `is_late`: it is done when a call ends; otherwise now."""
     streams: list[Any] = [owner] if isinstance(owner := getattr(fn, "__self__", None), io.IOBase) else []
     shown: list[Shown] = []
@@ -213,13 +280,16 @@ def _note(recording: Recording, fn: Any, frame: types.FrameType, is_late: bool, 
         return  # output of the trace alone
     if is_late and any(_may_be_read(recording, stream) for stream in streams):
         raise _in_memory(fn)
+    own = next((output for output in recording.journal.outputs if output.is_own), None) if is_late else None
+    if own is not None:  # which every call would have to repeat
+        raise _needs_now(recording, own.fn, made.parts)
     for each in shown if is_late else ():
         recording.read_text(each._value)
         each.settle()
     frames = [frame]
     while len(frames) < options.get("stacklevel", 1) and frame.f_back is not None and not starts_trace(frame := user_frame(frame.f_back)):
         frames.append(frame)
-    recording.journal.outputs.append(Output(fn, list(map(_line, frames)), made, streams, shown, is_late))
+    recording.journal.outputs.append(Output(fn, list(map(_line, frames)), made, streams, shown, is_late, is_own))
 
 
 def _arguments(*given: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
