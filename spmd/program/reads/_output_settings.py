@@ -1,6 +1,6 @@
-"""Whether the function itself has changed where its warnings and log records go: then they cannot wait for the end of the call.
+"""What decides where warnings and log records go. If the function has changed it at the end, they cannot wait for the end of the call.
 
-with warnings.catch_warnings(record=True) as caught:    # at the end of the call, this list is no longer filled
+with warnings.catch_warnings(record=True) as caught:    # when the call ends, this list is no longer filled
     warnings.warn("slow path")
 """
 
@@ -9,66 +9,51 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd.program.find._static import attributes_of
-from spmd.program.reads._number_place import ABSENT
 
-if TYPE_CHECKING:
-    from spmd.program.reads._recorder import Recording
-
-_OF_LOGGER = ("level", "disabled", "propagate", "parent", "handlers", "filters")
-_OF_HANDLER = ("level", "formatter", "filters", "stream")
 _DECIDED = ("ignore", "error")  # what these filters do is done at once, and nothing is shown
 
 
 def shown_now() -> tuple[Any, ...]:
-    """What decides which warnings and records are shown, and where: filters, functions, and the standard error."""
-    functions = warnings.showwarning, getattr(warnings, "_showwarnmsg_impl", None)
-    return tuple(warnings.filters), functions, (sys.stderr, logging.root.manager.disable)
+    """What decides which warnings are shown, and where: filters, functions, and the standard error."""
+    return tuple(warnings.filters), (warnings.showwarning, getattr(warnings, "_showwarnmsg_impl", None)), sys.stderr
 
 
-def has_own_settings(recording: Recording, fn: Any) -> bool:
-    """Whether the function has changed where the warnings, or the records, of `fn` go."""
+def settings_of(fn: Any) -> tuple[Any, ...]:
+    """What decides which outputs of `fn` are shown, and where; nothing for functions other than those of warnings and logging."""
     if fn is warnings.warn:
-        return shown_now() != recording.journal.shown
+        return shown_now()
     if getattr(fn, "__module__", None) != "logging":
-        return False
-    if shown_now()[2] != recording.journal.shown[2]:
-        return True
+        return ()
     logger: Any = getattr(fn, "__self__", logging.root)
     while isinstance(logger, logging.LoggerAdapter):
         logger = logger.logger
+    found: list[Any] = [sys.stderr, logging.root.manager.disable]
     while isinstance(logger, logging.Logger):
-        if any(_is_changed(recording, holder, names) for holder, names in _parts_of(logger)):
-            return True
-        if not all(map(recording.is_before, logger.handlers)):
-            return True
+        found += [logger.level, logger.disabled, logger.propagate, *logger.filters]
+        for handler in logger.handlers:
+            stream = (attributes_of(handler) or {}).get("stream")
+            found += [handler, handler.level, handler.formatter, stream, *handler.filters]
         logger = logger.parent if logger.propagate else None
-    return False
+    return tuple(found)
 
 
-def is_kept(recording: Recording, fn: Any) -> bool:
-    """Whether a warning goes to a list of the function's, or is no more than an exception or nothing."""
-    if fn is not warnings.warn:
+def is_kept(fn: Any, shown: tuple[Any, ...]) -> bool:
+    """Whether a warning goes to a list of the function's, or is no more than an exception or nothing.
+
+    Args:
+        fn: the function that is called.
+        shown: what `shown_now` gave when the trace began.
+    """
+    if fn is not warnings.warn or shown_now() == shown:
         return False
     impl = getattr(warnings, "_showwarnmsg_impl", None)
-    if impl is not recording.journal.shown[1][1] and type(getattr(impl, "__self__", None)) is list:
+    if impl is not shown[1][1] and type(getattr(impl, "__self__", None)) is list:
         return True
     action, text, category, module, line = warnings.filters[0] if warnings.filters else ("", "", Warning, "", 0)
     return action in _DECIDED and text is None and category is Warning and module is None and not line
 
 
-def _parts_of(logger: logging.Logger) -> list[tuple[Any, tuple[str, ...]]]:
-    return [(logger, _OF_LOGGER), *((handler, _OF_HANDLER) for handler in logger.handlers)]
-
-
-def _is_changed(recording: Recording, holder: Any, names: tuple[str, ...]) -> bool:
-    journal, attributes = recording.journal, attributes_of(holder) or {}
-    if any(journal.is_written(holder, name) or journal.is_written(attributes, name) for name in names):
-        return True
-    lists = (part for part in (attributes.get("handlers"), attributes.get("filters")) if isinstance(part, list))
-    return any((before := journal.before(part)) is not ABSENT and before != part for part in lists)
-
-
-__all__ = ["has_own_settings", "is_kept", "shown_now"]
+__all__ = ["is_kept", "settings_of", "shown_now"]

@@ -87,7 +87,6 @@ def capture(
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
     before, counters = versions_of([*found.device_tensors(), *given]), equal_counters(found.optimizers, are_shared=settings.share_counters)
     with (
-        without_jax_note(),
         exact_dtypes(),
         no_host_random(settings),
         no_host_writes(found.cpu_tensors()),
@@ -106,9 +105,9 @@ def capture(
             numbers,
             None if is_stacked else KnownInputs([*buffers, *arg_values[len(buffers) :]]),
         )
-        jaxpr = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers, *trace.arguments.held], shapes, *given))(
-            list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words()
-        )
+        traced = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers, *trace.arguments.held], shapes, *given))
+        with without_jax_note():
+            jaxpr = traced(list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words())
         unfilled.require_empty()
         trace.arguments.containers.require_one_way(trace.reads, trace.left.effects)
     return _captured(trace, jaxpr, list(waiting), written_since(before), changed)
