@@ -18,6 +18,7 @@ import numpy as np
 
 from spmd.program.reads._hidden_state import IN_MEMORY, SIGNALS, put_stream, stream_content
 from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._output_settings import shown_now
 from spmd.program.reads._places import CDATA, PLAIN, content_of, is_same, items_of, slot_value
 
 Put = Callable[[Any], None]
@@ -99,6 +100,7 @@ class Journal:
         self.num_writes = 0
         self.outputs: list[Any] = []
         self.standard = sys.stdout, sys.stderr
+        self.shown = shown_now()
         self._parts: list[Writes] = []  # the innermost last
 
     def is_written(self, holder: Any, key: Any = ABSENT) -> bool:

@@ -210,7 +210,7 @@ class Pending:
 
     def is_of_host(self) -> bool:
         """Whether the host knows all numbers in it when the call begins, as those of a text may be (`is_made_late`)."""
-        return all(part.is_of_host() if type(part) is Pending else _is_known_before(part) for part in self.parts)
+        return all(part.is_of_host() if type(part) is Pending else is_known_before(part) for part in self.parts)
 
     def computes(self) -> Callable[[Sequence[Any]], Any]:
         """The function that computes the value from those of `parts`. It does not refer to the parts of the trace."""
@@ -271,7 +271,7 @@ class Pending:
         )
 
 
-def _is_known_before(part: Any) -> bool:
+def is_known_before(part: Any) -> bool:
     return type(part) is Varying or (is_program_number(part) and part.node.evaluate is not None)
 
 
@@ -480,6 +480,7 @@ __all__ = [
     "filled",
     "has_items",
     "holds_copies",
+    "is_known_before",
     "is_made_late",
     "is_pending",
     "is_unknown",

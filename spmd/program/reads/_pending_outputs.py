@@ -29,8 +29,10 @@ from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._pending import NotTaken, Pending, holds_copies, is_unknown, not_taken, parts_in, pending
-from spmd.program.reads._pending_texts import text_method
+from spmd.program.reads._output_settings import is_kept, settings_of
+from spmd.program.reads._pending import NotTaken, Pending, holds_copies, is_known_before, is_unknown, not_taken, parts_in, pending
+from spmd.program.reads._pending_texts import TextsNeeded, text_method
+from spmd.program.reads._varying import NumbersNeeded, Varying
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -93,6 +95,7 @@ class Output:
         streams: the files that it writes to.
         shown: the objects that it shows.
         is_late: whether it is done when a call ends. Otherwise the trace has done it.
+        settings: what decided where it goes, see `settings_of`.
     """
 
     fn: Callable[..., Any]
@@ -101,6 +104,7 @@ class Output:
     streams: list[Any]
     shown: list[Shown]
     is_late: bool
+    settings: tuple[Any, ...]
 
 
 def is_output_call(fn: Any) -> bool:
@@ -149,10 +153,58 @@ def noted_output(
     frame = frame or user_frame(sys._getframe(1))
     if fn is print and any(text_method(arg) is not None for arg in args):
         return partial(_print, recording, frame, record)
+    if is_kept(fn, recording.journal.shown):
+        _require_known(recording, fn, args)
+        return record(recording, fn, args)
     is_late = any(output.is_late for output in recording.journal.outputs)
     if not is_late and not any(True for arg in args for _ in parts_in(arg)) and not holds_copies(*args):
         return _at(_line(frame), partial(_note_early, recording, fn, frame), record(recording, fn, args))
     return partial(_later, recording, fn, frame)
+
+
+def _require_known(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
+    """Check a warning that the function itself catches: it has no number that varies.
+
+    Raises:
+        TextsNeeded, NumbersNeeded: it has one.
+        TraceError: only the device knows a number in it.
+    """
+    parts = [part for arg in args for part in parts_in(arg)]
+    if parts or holds_copies(*args):
+        raise _needed_now(recording, fn, "", None if holds_copies(*args) else parts)
+
+
+def _require_same_settings(recording: Recording) -> None:
+    """Check that outputs go where they went when the function made them, if calls repeat them at their end.
+
+    Raises:
+        TextsNeeded, NumbersNeeded: they go elsewhere, so those that wait must not.
+        TraceError: they do, and only the device knows the number in one that waits.
+    """
+    outputs = recording.journal.outputs
+    late = [output for output in outputs if output.is_late]
+    other = next((output for output in outputs if output.settings != settings_of(output.fn)), None) if late else None
+    if other is not None:
+        line = other.frames[0]
+        at = f"called at {os.path.basename(line.code.co_filename)}:{line.number}"
+        raise _needed_now(recording, other.fn, at, [part for output in late for part in output.given.parts])
+
+
+def _needed_now(recording: Recording, fn: Any, at: str, parts: list[Any] | None) -> Exception:
+    """What to raise for outputs with these numbers that wait for the end of a call. `parts`: None for copies to the host."""
+    if parts is not None and all(part.is_of_host() if type(part) is Pending else is_known_before(part) for part in parts):
+        if any(type(part) is Varying for part in parts):
+            return NumbersNeeded()
+        if not recording.has_constant_texts:
+            return TextsNeeded()
+    return TraceError(
+        message(
+            f"{_name(fn)} where the function has changed what is shown of it, beside output of a number of the device",
+            *([at] if at else called_at()),
+            "Python writes such output when the call ends; filters, handlers and streams that the function sets and resets are gone then",
+            fix="set them outside of the compiled function, or return the number and show it after the call: return loss.item()",
+        )
+    )
 
 
 def _print(recording: Recording, frame: types.FrameType, record: Callable[..., Any], /, *given: Any, **options: Any) -> None:
@@ -219,17 +271,19 @@ def _note(recording: Recording, fn: Any, frame: types.FrameType, is_late: bool, 
     frames = [frame]
     while len(frames) < options.get("stacklevel", 1) and frame.f_back is not None and not starts_trace(frame := user_frame(frame.f_back)):
         frames.append(frame)
-    recording.journal.outputs.append(Output(fn, list(map(_line, frames)), made, streams, shown, is_late))
+    recording.journal.outputs.append(Output(fn, list(map(_line, frames)), made, streams, shown, is_late, settings_of(fn)))
 
 
 def _arguments(*given: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     return given, options
 
 
-def with_outputs(effects: list[Effect], outputs: list[Output], is_before: Callable[[Any], bool]) -> list[Effect]:
+def with_outputs(effects: list[Effect], recording: Recording) -> list[Effect]:
     """The writes of a trace, followed by its output if every call repeats that."""
+    outputs, is_before = recording.journal.outputs, recording.is_before
     if not any(output.is_late for output in outputs):
         return effects
+    _require_same_settings(recording)
     files = {id(stream): FileOfCall(stream) for output in outputs for stream in output.streams if not is_before(stream)}
     shown: list[Effect] = []
     for output in outputs:

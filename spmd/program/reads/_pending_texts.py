@@ -133,4 +133,4 @@ def _pending(value: Any, spec: Any, conversion: int) -> Any:
     return pending(f_string, (value, spec, conversion))
 
 
-__all__ = ["f_string", "formatted", "joined", "text_method", "texts_needed"]
+__all__ = ["TextsNeeded", "f_string", "formatted", "joined", "text_method", "texts_needed"]

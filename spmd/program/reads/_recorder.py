@@ -471,7 +471,7 @@ class Recording(PlacesWritten):
 
         found = self.journal.effects(self.is_before, is_read) + self.flags.effects(self.is_before)
         self.expect_removed(found)
-        return with_outputs(found, self.journal.outputs, self.is_before)
+        return with_outputs(found, self)
 
 
 @contextmanager
