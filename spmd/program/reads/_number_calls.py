@@ -179,7 +179,8 @@ def _known(value: Any, made: dict[int, Any]) -> Any:
     if kind is tuple:
         return tuple(_known(item, made) for item in value)
     if id(value) not in made:
-        copied = made[id(value)] = kind()
+        copied: Any = kind()
+        made[id(value)] = copied
         if kind is dict:
             copied.update((key, _known(item, made)) for key, item in value.items())
         else:
@@ -251,10 +252,11 @@ def position_in(fn: Any, numbers: tuple[float, ...], bounds: tuple[int, ...], op
 def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
     """`torch.where(condition, input, other)`; a program number promotes like a Python number."""
     left, right = choices if len(choices) == 2 else (*choices, *(named[name] for name in ("input", "self", "other") if name in named))
-    if not (is_program_number(left) or is_program_number(right)):
+    given: list[tuple[Any, bool]] = [(choice, is_program_number(choice)) for choice in (left, right)]
+    if not any(is_one for _, is_one in given):
         return torch.where(condition, left, right)
-    dtype = torch.result_type(*(sample(c) if is_program_number(c) else c for c in (left, right)))
-    return torch.where(condition, *(torch.full((), c, dtype=dtype, device=condition.device) if is_lifted(c) else c for c in (left, right)))
+    dtype = torch.result_type(*(sample(c) if is_one else c for c, is_one in given))
+    return torch.where(condition, *(torch.full((), c, dtype=dtype, device=condition.device) if is_one else c for c, is_one in given))
 
 
 def tensor(

@@ -160,6 +160,7 @@ def filled(value: Any, values: Sequence[Any]) -> Any:
 def _copied(value: Any, made: dict[int, Any], copy_of: Callable[[Any], Any]) -> Any:
     """A container with copies of its items; ABSENT for any other value. `made`: the copies of those that may be in themselves, by id."""
     kind: Any = type(value)
+    held: Any = value
     if kind in (tuple, set, frozenset):
         return kind(map(copy_of, value))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
@@ -167,11 +168,12 @@ def _copied(value: Any, made: dict[int, Any], copy_of: Callable[[Any], Any]) -> 
     if kind not in (list, dict, collections.deque):
         return ABSENT
     if id(value) not in made:
-        copied = made[id(value)] = kind([], value.maxlen) if kind is collections.deque else kind()
+        copied: Any = kind([], held.maxlen) if kind is collections.deque else kind()
+        made[id(value)] = copied
         if kind is dict:
-            copied.update((key, copy_of(item)) for key, item in value.items())
+            copied.update((key, copy_of(item)) for key, item in held.items())
         else:
-            copied.extend(map(copy_of, value))
+            copied.extend(map(copy_of, held))
     return made[id(value)]
 
 

@@ -78,7 +78,7 @@ def _parts_of(value: Any, cls: Any) -> ObjectParts | None:
     if (found := _shown_parts(value, cls)) is not None:
         return found
     if issubclass(cls, BaseException):
-        return exception_parts(value)
+        return exception_parts(cast(BaseException, value))
     if not pytree.tree_is_leaf(value):
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         return None, lambda _, parts: pytree.tree_unflatten(parts, spec), parts
