@@ -130,8 +130,6 @@ def _antialiased(kernel: Callable[[Any], Any], radius: float) -> Callable[..., M
     """The matrix of a filter that is scaled to the spacing of the output. Its rows sum to one."""
 
     def matrix_of(size: int, count: int, align_corners: bool, given: float | None, dtype: Any) -> Matrix:
-        if count == size:  # torch skips such a dim, also if a scale factor is given
-            return np.eye(size, dtype=dtype)
         with closed_sizes():
             scale = float(_scale(size, count, align_corners, given, np.float64))
         wide_scale = max(scale, 1.0)
@@ -164,13 +162,16 @@ _MATRICES = {
 
 
 def _lower_interpolation(name: str, rank: int, matrix_of: Callable[..., Matrix]) -> None:
-    def upsample(self: Any, output_size: Any, align_corners: bool, *scales: float | None) -> Any:
-        """[N, C, ...] to [N, C, *output_size]. Integers are computed in float32 and rounded."""
+    def resized(self: Any, output_size: Any, align_corners: bool, scales: Sequence[float | None], is_skipped: bool) -> Any:
+        """[N, C, ...] to [N, C, *output_size]. Integers are computed in float32 and rounded.
+
+        `is_skipped`: a dim whose size does not change is left as it is, also if a scale factor is given.
+        """
         is_integer = not jnp.issubdtype(self.dtype, jnp.floating)
         x = self.astype(jnp.float32) if is_integer else wide(self)
         given = (*scales, *(None,) * rank)[:rank]
         for dim, (count, scale) in enumerate(zip(output_size, given, strict=True), 2):
-            if count == x.shape[dim] and (scale is None or scale == 1.0):
+            if count == x.shape[dim] and (is_skipped or scale is None or scale == 1.0):
                 continue
             matrix = matrix_of(x.shape[dim], count, align_corners, scale, np.float64 if x.dtype == np.float64 else np.float32)
             product = lax.dot_general(x, jnp.asarray(matrix), (((dim,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
@@ -180,9 +181,14 @@ def _lower_interpolation(name: str, rank: int, matrix_of: Callable[..., Matrix])
             x = jnp.clip(jnp.round(x), int(bounds.min), int(bounds.max))
         return x.astype(self.dtype)
 
+    def upsample(self: Any, output_size: Any, align_corners: bool, *scales: float | None) -> Any:
+        return resized(self, output_size, align_corners, scales, is_skipped=name.endswith("_aa"))  # in torch, not in the gradient
+
     def upsample_backward(grad_output: Any, output_size: Any, input_size: Any, align_corners: bool, *scales: float | None) -> Any:
         g = wide(grad_output)
-        return _transposed(lambda x: upsample(x, output_size, align_corners, *scales), input_size, g)
+        if name == "upsample_bicubic2d" and tuple(output_size) == tuple(input_size[2:]):  # torch copies, though its forward resamples
+            return g
+        return _transposed(lambda x: resized(x, output_size, align_corners, scales, is_skipped=False), input_size, g)
 
     lower(name)(upsample)
     lower(f"{name}_backward")(upsample_backward)

@@ -119,7 +119,18 @@ RESAMPLINGS: dict[str, Any] = {
 }
 
 
-FACTORS = {"nearest": 1, "nearest-exact": 1, "nearest 2d": 2, "nearest 3d": 3, "nearest-exact 2d": 2, "linear": 1, "bilinear": 2, "area": 1}
+FACTORS = {
+    "nearest": 1,
+    "nearest-exact": 1,
+    "nearest 2d": 2,
+    "nearest 3d": 3,
+    "nearest-exact 2d": 2,
+    "linear": 1,
+    "bilinear": 2,
+    "bicubic": 2,
+    "trilinear": 3,
+    "area": 1,
+}
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.02, 1.3, 1.7, 2.05, 2.3])
