@@ -265,9 +265,8 @@ def _require_errors_seen(fn: Any, args: tuple[Any, ...], stores: Callable[[Any],
     Raises:
         NumbersNeeded: the user's code would handle it, though the function takes plain numbers.
     """
-    is_python = (
-        type(fn) in (types.FunctionType, types.MethodType) and str(getattr(fn, "__module__", "")).partition(".")[0] not in _TAKE_VARYING
-    )
+    module = str(getattr(fn, "__module__", "")).partition(".")[0]
+    is_python = type(fn) in (types.FunctionType, types.MethodType) and module not in _TAKE_VARYING
     if not (is_python or any(fn is make for make in _MAKE_BYTES)) or stores(fn):
         return
     held = (part for arg in args if type(arg) is not Varying for part in inside(arg, _content_of))
