@@ -267,10 +267,10 @@ def _require_errors_seen(fn: Any, args: tuple[Any, ...], stores: Callable[[Any],
     """
     module = str(getattr(fn, "__module__", "")).partition(".")[0]
     is_python = type(fn) in (types.FunctionType, types.MethodType) and module not in _TAKE_VARYING
-    if not (is_python or any(fn is make for make in _MAKE_BYTES)) or stores(fn):
+    if not (is_python or any(fn is make for make in _MAKE_BYTES)):
         return
     held = (part for arg in args if type(arg) is not Varying for part in inside(arg, _content_of))
-    if any(type(part) is Varying for part in held) and catching(_OF_CLASSES):
+    if any(type(part) is Varying for part in held) and not stores(fn) and catching(_OF_CLASSES):
         raise NumbersNeeded
 
 
