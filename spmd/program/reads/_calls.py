@@ -281,7 +281,8 @@ def _takes_varying(fn: Any) -> bool:
         return True
     if isinstance(fn, (types.FunctionType, types.MethodType)):
         of_tuple = getattr(fn, "__self__", None) if fn.__name__ in ("_replace", "_make") else None
-        return is_recorded(fn.__module__) or hasattr(of_tuple, "_fields") or fn is torch.func.functional_call  # passes them to a module
+        module = getattr(fn, "__module__", "builtins")  # a bound method of C has none
+        return is_recorded(module) or hasattr(of_tuple, "_fields") or fn is torch.func.functional_call  # passes them to a module
     if isinstance(fn, type):
         return fn in (list, tuple, set, frozenset, *_STORES) or (is_recorded(fn.__module__) and fn.__module__ != "builtins")
     if isinstance(fn, functools.partial):

@@ -281,13 +281,12 @@ def _require_errors_seen(fn: Any, args: tuple[Any, ...], stores: Callable[[Any],
     Raises:
         NumbersNeeded: the user's code would handle it, though the function takes plain numbers.
     """
-    is_python = (
-        type(fn) in (types.FunctionType, types.MethodType) and str(getattr(fn, "__module__", "")).partition(".")[0] not in _TAKE_VARYING
-    )
-    if not (is_python or any(fn is make for make in _MAKE_BYTES)) or stores(fn):
+    module = str(getattr(fn, "__module__", "")).partition(".")[0]
+    is_python = type(fn) in (types.FunctionType, types.MethodType) and module not in _TAKE_VARYING
+    if not (is_python or any(fn is make for make in _MAKE_BYTES)):
         return
     held = (part for arg in args if type(arg) is not Varying for part in inside(arg, _content_of))
-    if any(type(part) is Varying for part in held) and catching(_OF_CLASSES):
+    if any(type(part) is Varying for part in held) and not stores(fn) and catching(_OF_CLASSES):
         raise NumbersNeeded
 
 
