@@ -19,8 +19,9 @@ from spmd.program.trace._capture import UnequalCounters
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._trace_settings import TraceSettings
+from spmd.program.trace._varying_inputs import VaryingInputs
 
-OPTIONS: dict[str, Any] = dict(keep_grads=False, debug_nans=False, is_stacked=False, changed=(), arguments={})
+OPTIONS: dict[str, Any] = dict(keep_grads=False, debug_nans=False, is_stacked=False, varying=VaryingInputs(), arguments={})
 
 
 def capture(fn: Callable[..., Any], *args: Any, settings: TraceSettings = TraceSettings(), **options: Any) -> Captured:  # noqa: B008 - it is frozen

@@ -129,7 +129,8 @@ def drop_unused_state(optimizer: torch.optim.Optimizer, created: Sequence[torch.
 
 def made_inside(optimizer: torch.optim.Optimizer) -> TraceError:
     """The error for an optimizer that the function creates for parameters from before the call."""
-    what, why = f"the compiled function creates its own {type(optimizer).__name__}", "each call would start with an optimizer without state"
+    what = f"the compiled function creates its own {type(optimizer).__name__}"
+    why = "each call would start with an optimizer without state"
     return TraceError(message(what, why, fix="create the optimizer once, outside of the function"))
 
 
