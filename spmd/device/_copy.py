@@ -17,6 +17,7 @@ from spmd.base import _counters
 from spmd.base._convert import cast, exact_dtypes, host_array, host_tensor, to_numpy_dtype
 from spmd.base._errors import TraceError, called_at, message, user_line
 from spmd.base._jax import is_same_value, is_tracer, is_tracing, known_value
+from spmd.device import _host_counters
 from spmd.device._arrays import copied, fetched, moved
 from spmd.device._checks import Check
 from spmd.device._host_answers import host_answer
@@ -38,7 +39,6 @@ from spmd.device._storage import (
     wrap_unset,
 )
 from spmd.device._trace_lock import retried
-from spmd.device._uploaded import may_follow
 
 
 def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
@@ -144,8 +144,12 @@ def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) 
             if kept is not None:
                 buffer.annotate(kept)
             return dst
+        if _host_counters.overwritten(dst, lambda view: view.copy_(src)):
+            return dst
         with exact_dtypes():
             store(dst, jnp.broadcast_to(jnp.asarray(host), tuple(dst.shape)))
+        return dst
+    if _host_counters.copied(dst, src):
         return dst
     with exact_dtypes():
         value = _converted(load(src), to_numpy_dtype(dst.dtype))
@@ -189,24 +193,10 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
     return fetched(value).reshape(()).item()
 
 
-def fills_on_host(self: torch.Tensor, value: Any) -> bool:
-    """Fill a flag or counter with a Python number on the host, in eager code: a program that reads it later knows its value.
-
-    Returns:
-        False for other tensors and in a trace, and nothing is done.
-    """
-    buffer = buffer_of(self)
-    is_flag = buffer.dropped is None and is_whole(self, buffer) and may_follow(buffer) and type(value) in (bool, int, float)
-    if not is_flag or is_tracing() or recording.get() is not None:
-        return False
-    copy_from(torch.empty(tuple(self.shape), dtype=self.dtype).fill_(value), self)
-    return True
-
-
 def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`. It reads no value, so it also works on a gradient whose value was dropped."""
     buffer = buffer_of(self)
-    if fills_on_host(self, 0):
+    if _host_counters.overwritten(self, torch.Tensor.zero_):
         return self
     with exact_dtypes():
         placed = filled_sharding(self)

@@ -23,6 +23,7 @@ from spmd.device import _aliases, _asserted, _autocast, _copy, _derivatives, _ex
 from spmd.device._adapter import Adapter
 from spmd.device._attention_masks import Attention
 from spmd.device._deferred import Deferrable
+from spmd.device._host_counters import updated
 from spmd.device._indices import checked_composite
 from spmd.device._only_device import on_only_device, takes_device
 from spmd.device._refusals import WRITES_APART, check_cast, check_in_place, check_out, check_overlap, check_results, require_apart
@@ -160,6 +161,8 @@ class Installed:
         op, name, adapter = lowering.op, _short(lowering.op), Adapter(lowering)
         if name in _FILLED:
             self.add(name, _like.filled(adapter, _FILLED[name]), by="filled")
+        elif name == "scalar_tensor":
+            self.add(name, _like.scalar(adapter), by="filled")
         if not self.has(name):
             in_place = _is_in_place(op) and not lowering.updates
             by = "in place" if in_place else "whole" if lowering.whole else "rule"
@@ -249,7 +252,6 @@ def _is_in_place(op: OpOverload) -> bool:
 def _in_place_kernel(adapter: Adapter) -> Any:
     # These do not read the old value, so XLA cannot infer from an operand that the result is sharded.
     fills = adapter.lowering.random or adapter.op._schema.name in ("aten::fill", "aten::fill_")
-    is_number = adapter.op._schema.name in ("aten::fill", "aten::fill_") and adapter.op._overloadname == "Scalar"
     is_checked = adapter.lowering.pointwise or adapter.name in WRITES_APART
 
     def in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -261,7 +263,7 @@ def _in_place_kernel(adapter: Adapter) -> Any:
                 require_apart(adapter.name, self)
         if is_checked:
             check_overlap(adapter.name, self, args)
-        if is_number and _copy.fills_on_host(self, *args, **kwargs):
+        if not adapter.lowering.random and updated(adapter.op, self, args, kwargs, fills=fills):
             return self
         with exact_dtypes():
             value = adapter.arrays((self, *args), kwargs, _copy.filled_sharding(self) if fills else None)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.base._convert import to_numpy_dtype
+from spmd.base._convert import host_array, to_numpy_dtype
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._jax import is_tracing
 from spmd.device import _indices
@@ -101,6 +101,17 @@ def filled(adapter: Any, number: float | None = None) -> Any:
             return adapter(first, *rest, **kwargs)
         made = wrap_host(np.broadcast_to(np.asarray(given).astype(to_numpy_dtype(dtype)), shape))
         return made if like is None else _laid_out_like(like, made)
+
+    return kernel
+
+
+def scalar(adapter: Any) -> Any:
+    """Kernel of `scalar_tensor`: a number that eager code assigns, as in `x[0] = 3`, is on the host until it is used."""
+
+    def kernel(s: Any, **kwargs: Any) -> Any:
+        if is_tracing() or recording.get() is not None or type(s) not in (bool, int, float):
+            return adapter(s, **kwargs)
+        return wrap_host(host_array(torch.scalar_tensor(s, dtype=kwargs.get("dtype"), device="cpu")))
 
     return kernel
 

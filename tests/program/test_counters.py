@@ -1,6 +1,7 @@
 """Counters in buffers and tensors among the arguments that Python reads as numbers: two traces, one more for each branch."""
 
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import mesh
 import spmd
-from tests.oracle import assert_same, batch
+from tests.oracle import assert_same, assert_same_model, batch, descend, twins
 
 
 class Counting(nn.Module):
@@ -138,28 +141,22 @@ def test_a_counter_that_python_reads_is_a_number_that_varies(fn: Callable[[Any, 
     assert step.num_traces == 2
 
 
-def test_a_branch_on_a_counter_selects_among_programs() -> None:
-    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        m.n += 1
-        return x * int(m.n) if int(m.n) % 3 == 0 else x + int(m.n)
+def branch(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.n += 1
+    return x * int(m.n) if int(m.n) % 3 == 0 else x + int(m.n)
 
+
+def size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.n.fill_((m.n + 1) % 3)
+    return x[: int(m.n) + 1].sum()
+
+
+@pytest.mark.parametrize("fn", [branch, size], ids=lambda fn: fn.__name__)
+def test_a_branch_or_a_size_that_a_counter_decides_selects_among_programs(fn: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     host = Counting()
     device = copy.deepcopy(host).to("jax")
     step = spmd.compile(lambda x: fn(device, x))
     for i in range(9):
-        assert_same(step(batch(3, seed=i).to("jax")), fn(host, batch(3, seed=i)))
-    assert step.num_traces == 3
-
-
-def test_a_size_that_a_counter_decides_has_a_program_for_each() -> None:
-    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        m.n.fill_((m.n + 1) % 3)
-        return x[: int(m.n) + 1].sum()
-
-    host = Counting()
-    device = copy.deepcopy(host).to("jax")
-    step = spmd.compile(lambda x: fn(device, x))
-    for i in range(7):
         assert_same(step(batch(3, seed=i).to("jax")), fn(host, batch(3, seed=i)))
     assert step.num_traces == 3
 
@@ -200,12 +197,49 @@ def test_a_counter_among_the_arguments_goes_on_from_call_to_call() -> None:
     assert step.num_traces == 2
 
 
+EAGER: dict[str, Callable[[Any], Any]] = {
+    "zero": lambda m: m.pair.zero_(),
+    "item": lambda m: m.pair.__setitem__(0, 5),
+    "slice": lambda m: m.pair.__setitem__(slice(None), 4),
+    "arithmetic": lambda m: m.pair.add_(3).remainder_(5),
+    "operators": lambda m: m.pair.__isub__(1).__ifloordiv__(2),
+    "copy": lambda m: m.pair.copy_(torch.tensor([1, 2])),
+    "broadcast": lambda m: m.pair.copy_(torch.tensor(2)),
+    "view": lambda m: m.pair.view(1, 2)[:, 1].fill_(3),
+    "data": lambda m: m.pair.data.fill_(2),
+    "from the device": lambda m: m.pair.add_(torch.tensor(2, device=m.pair.device)),
+    "mask": lambda m: m.pair.masked_fill_(torch.tensor([True, False], device=m.pair.device), 3),
+    "state_dict": lambda m: m.load_state_dict({**m.state_dict(), "pair": torch.tensor([3, 1])}),
+    "float": lambda m: m.scale.fill_(2.5),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_code_may_write_a_counter_between_the_calls(name: str) -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        at = int(m.pair[0])
+        m.queue[at % 6 : at % 6 + 2] = x[:2]
+        m.pair += 1
+        return m.queue.clone(), x * int(m.pair[1]), float(m.scale)
+
+    host = Counting()
+    device = copy.deepcopy(host).to("jax")
+    step = spmd.compile(lambda x: fn(device, x))
+    for i in range(5):
+        x = batch(3, seed=i)
+        assert_alike(step(x.to("jax")), fn(host, x))
+        EAGER[name](host)
+        EAGER[name](device)
+        assert_same_state(device, host)
+    assert step.num_traces <= 3
+
+
 def test_a_counter_that_eager_code_computes_on_the_device_is_refused() -> None:
     device = Counting().to("jax")
     step = spmd.compile(lambda x: queue(device, x))
     for _ in range(3):
         step(batch(3).to("jax"))
-    device.n.add_(torch.tensor(2, device="jax"))
+    device.n.add_((batch(3).to("jax") < 100).sum())
     with pytest.raises(spmd.TraceError, match="needed as a Python number"):
         step(batch(3).to("jax"))
     device.n.fill_(2)
@@ -226,3 +260,44 @@ def test_a_library_that_needs_an_int_gets_the_counters_value() -> None:
     step = spmd.compile(lambda x, by: fn(device, x, by))
     for i in range(4):
         assert_same(step(batch(3).to("jax"), i * 0.5), fn(host, batch(3), i * 0.5))
+
+
+class Contrast(nn.Module):
+    """As MoCo: a queue of keys, and a momentum with a warm-up that counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.register_buffer("negatives", F.normalize(torch.randn(4, 16), dim=0))
+        self.register_buffer("ptr", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        momentum = 1 - (1 - 0.9) * int(self.n) / 20
+        with torch.no_grad():
+            for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                k.mul_(momentum).add_(q, alpha=1 - momentum)
+            keys = F.normalize(self.key(x + 0.1), dim=1)
+        queries = F.normalize(self.query(x), dim=1)
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.negatives.clone()], 1)
+        at = int(self.ptr)
+        self.negatives[:, at : at + len(x)] = keys.T
+        self.ptr[0] = (at + len(x)) % 16
+        return logits
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize("options", [{}, {"check": True}, {"keep_grads": True}], ids=["plain", "check", "keep_grads"])
+def test_a_queue_of_negatives_over_a_mesh_is_the_cpus(options: dict[str, Any]) -> None:
+    over = mesh.Mesh(range(8), (4, 2), ("data", "model"))
+    host, device = twins(Contrast)
+    spmd.mark_sharding(device.query.weight, over, ("model", None))
+    spmd.mark_sharding(device.negatives, over, (None, "model"))
+    optimizers = [torch.optim.SGD(model.query.parameters(), lr=0.1) for model in (host, device)]
+    step = spmd.compile(functools.partial(descend, device, optimizers[1]), **options)
+    for i in range(6):
+        x = batch(8, 6, seed=i)
+        assert_same(step(spmd.mark_sharding(x.to("jax"), over, ("data", None))), descend(host, optimizers[0], x))
+        assert_same_model(device, host)
+    assert step.num_traces == 2

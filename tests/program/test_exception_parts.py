@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable
@@ -99,23 +100,26 @@ def described(error: Any, seen: dict[int, int] | None = None) -> Any:
     return type(error).__name__, str(error), repr(error), fields, links, error.__suppress_context__, repr(vars(error)), written
 
 
+def of_four_calls(make: Callable[[int], BaseException], device: str) -> list[Any]:
+    """What exceptions hold that a step returns and stores; `make` makes each of a number that changes."""
+    state: Any = types.SimpleNamespace(n=0)
+
+    def step(x: torch.Tensor) -> Any:
+        state.n += 1
+        state.error = make(state.n)
+        return state.error, x * state.n
+
+    run, found = step if device == "cpu" else spmd.compile(step), list[Any]()
+    for _ in range(4):
+        error = run(torch.ones(1).to(device))[0]
+        assert error is state.error
+        found.append(described(error))
+    return found
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_an_exception_that_is_returned_or_stored_has_all_its_fields(name: str) -> None:
-    found = []
-    for device in ("cpu", "jax"):
-        state: Any = types.SimpleNamespace(n=0)
-
-        def step(x: torch.Tensor, state: Any = state) -> Any:
-            state.n += 1
-            state.error = MADE[name](state.n)
-            return state.error, x * state.n
-
-        run = step if device == "cpu" else spmd.compile(step)
-        for _ in range(4):
-            error = run(torch.ones(1).to(device))[0]
-            assert error is state.error
-            found.append(described(error))
-    assert found[4:] == found[:4]
+    assert of_four_calls(MADE[name], "jax") == of_four_calls(MADE[name], "cpu")
 
 
 def chained(how: str, n: int) -> BaseException:
@@ -134,17 +138,8 @@ def chained(how: str, n: int) -> BaseException:
 
 @pytest.mark.parametrize("how", ["from", "from None", "context"])
 def test_an_exception_has_its_cause_and_context(how: str) -> None:
-    found = []
-    for device in ("cpu", "jax"):
-        state: Any = types.SimpleNamespace(n=0)
-
-        def step(x: torch.Tensor, state: Any = state) -> Any:
-            state.n += 1
-            return chained(how, state.n), x * state.n
-
-        run = step if device == "cpu" else spmd.compile(step)
-        found.append([described(run(torch.ones(1).to(device))[0]) for _ in range(4)])
-    assert found[1] == found[0]
+    make = functools.partial(chained, how)
+    assert of_four_calls(make, "jax") == of_four_calls(make, "cpu")
 
 
 def test_the_context_of_an_exception_is_what_the_caller_of_each_call_handles() -> None:

@@ -1,6 +1,7 @@
 """Layers that are alike as one loop: the same numbers, collectives and Python-side state as the program without, in a size that stays."""
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import mesh
 import spmd
 from spmd.device._storage import buffer_of
 from spmd.program.roll import _rolled_program
-from tests.oracle import assert_same
+from tests.oracle import assert_same, descend
 
 WIDTH = 8
 
@@ -330,14 +331,7 @@ def kept(model: Net, x: torch.Tensor, compile: Callable[..., Any]) -> tuple[torc
         block.norm.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 
-    @compile
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = compile(functools.partial(descend, model, optimizer))
     losses = torch.stack([step(x).detach().cpu() for _ in range(3)])
     return losses, [p.grad for p in model.parameters()]
 

@@ -1,5 +1,6 @@
 """Attributes that Python code gives to tensors: those of arguments are read and written as in plain PyTorch, results have them."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -179,8 +180,11 @@ def test_an_argument_as_a_plain_tensor_is_returned_as_one() -> None:
         lambda x, weight: x + 1 if x._is_view() else x,
         lambda x, weight: x + 1 if x.is_conj() else x,
         lambda x, weight: x + 1 if x.is_neg() else x,
+        lambda x, weight: x + 1 if torch.is_conj(x) else x,
+        lambda x, weight: x + 1 if torch.Tensor.is_inference(x) else x,
+        lambda x, weight: x * operator.attrgetter("_version")(x),
     ],
-    ids=["version", "version of state", "is_inference", "base", "is_view", "is_conj", "is_neg"],
+    ids=["version", "version of state", "is_inference", "base", "is_view", "is_conj", "is_neg", "function", "unbound", "attrgetter"],
 )
 def test_what_later_calls_would_answer_otherwise_is_refused(fn: Callable[..., torch.Tensor]) -> None:
     weight = nn.Parameter(torch.ones(3).to("jax"))

@@ -28,6 +28,7 @@ import torch
 from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import PLAIN
+from spmd.program.reads._tensor_attributes import ASKING
 from spmd.program.reads._varying import Varying
 
 if TYPE_CHECKING:
@@ -191,6 +192,9 @@ def with_readers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callab
     """The callable to use where `fn` reads attributes, or calls an argument that does; None for other calls."""
     if fn is not builtins.getattr and (own := reader(recording, fn)) is not None:
         return own
+    if id(fn) in ASKING and args:
+        recording.load_attr(args[0], fn.__name__)
+        return None
     if fn is str.format and args and isinstance(args[0], str) and _has_paths(args[0]):
         return lambda template, *given, **named: _formatter(recording, template, template.format)(*given, **named)
     if type(fn) is types.BuiltinMethodType and fn.__self__ is itertools.chain and args:  # `from_iterable`

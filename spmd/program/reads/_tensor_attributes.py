@@ -24,6 +24,10 @@ _OF_ARGUMENTS = {  # questions that no program answers for the argument of a lat
     "is_conj": "pass a flag, or x.resolve_conj()",
     "is_neg": "pass a flag, or x.resolve_neg()",
 }
+ASKING = frozenset(
+    id(getattr(owner, name)) for owner in (torch, torch.Tensor) for name in _OF_ARGUMENTS if callable(getattr(owner, name, None))
+)
+"""Ids of the functions that ask these questions: `torch.is_conj(x)`."""
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # tensors that torch makes anew in every read
 
 
@@ -78,4 +82,4 @@ def _module_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__"))
 
 
-__all__ = ["note_tensor_attribute"]
+__all__ = ["ASKING", "note_tensor_attribute"]

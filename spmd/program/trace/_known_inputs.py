@@ -20,23 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any
 
-import jax
-import jax.core
-import jax.numpy as jnp
 import numpy as np
 import torch
 
-from mesh._devices import devices, host_device
 from spmd.base._convert import exact_dtypes
-from spmd.base._jax import derived, evaluated, is_tracer, variable_of
-from spmd.base._jax_executables import packed_lowering, unpacked_lowering
+from spmd.base._jax import derived, is_tracer, variable_of
 from spmd.device._storage import Buffer
 from spmd.device._uploaded import host_values, kept, may_follow, sent, window
 from spmd.program.reuse._columns import Guards
+from spmd.program.trace._host_programs import HostProgram, is_exact, is_same
 from spmd.program.trace._memory_order import stored_values
 
 _value = attrgetter("value")
@@ -45,53 +40,6 @@ Argument = Buffer | torch.Tensor | np.ndarray[Any, Any]  # of a device tensor; a
 Target = int | Buffer  # the position of an argument, or a buffer of the state
 Source = Target | Callable[[], Any]
 Values = tuple[np.ndarray[Any, Any] | None, ...]
-
-
-class _HostProgram:
-    """A closed jaxpr that the host evaluates. It caches its last result, since equal layers ask for equal values.
-
-    Args:
-        closed: the jaxpr; None for that of a stored trace.
-        content: of a stored trace, the jaxpr as a lowered program, which is compiled at the first call.
-    """
-
-    def __init__(self, closed: Any, content: bytes = b"") -> None:
-        self._closed, self._content = closed, content
-        self._given: list[np.ndarray[Any, Any]] = []
-        self._result: Any = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a device computes the same result: from integers to integers, or with operations that keep whole numbers whole."""
-        ends = [atom.aval.dtype for atom in (*self._closed.jaxpr.invars, *self._closed.jaxpr.outvars)]
-        return all(dtype.kind in "biu" for dtype in ends) or _keeps_whole(self._closed)
-
-    def _evaluated(self, given: list[Any]) -> Any:
-        return evaluated(self._closed, given) if self._closed is not None else self._compiled(*map(np.asarray, given))
-
-    @cached_property
-    def _compiled(self) -> Any:
-        host: Any = host_device() or devices()[0]
-        return unpacked_lowering(self._content, host.client).compile()
-
-    def __reduce__(self) -> Any:
-        """For traces that are stored."""
-        closed = self._closed
-        if closed is None:
-            return _read_program, (self._content,)
-        with exact_dtypes(), jax.default_device(host_device()):
-            run = jax.jit(lambda *given: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)[0])
-            return _read_program, (packed_lowering(run.lower(*closed.in_avals)),)
-
-    def __call__(self, given: list[Any]) -> np.ndarray[Any, Any]:
-        if self._result is None or not all(map(_is_same, given, self._given)):
-            with exact_dtypes():
-                self._given, self._result = given, np.asarray(self._evaluated(given))
-        return self._result
-
-
-def _read_program(content: bytes) -> _HostProgram:
-    return _HostProgram(None, content)
 
 
 @dataclass(frozen=True)
@@ -105,7 +53,7 @@ class _Answer:
     """
 
     inputs: tuple[int, ...]
-    program: _HostProgram
+    program: HostProgram
     value: np.ndarray[Any, Any]
 
 
@@ -181,7 +129,7 @@ class KnownInputs:
         self.changed: list[Target] = []
         self._has_numbers = False
         self._checks: list[_ArgumentCheck] = []
-        self._programs: dict[Any, _HostProgram] = {}  # by the jaxpr's text and its constants
+        self._programs: dict[Any, HostProgram] = {}  # by the jaxpr's text and its constants
 
     def install(self, tracers: Sequence[Any]) -> None:
         """Begin a trace. `tracers`: the tracers of the arguments, in their order."""
@@ -242,9 +190,9 @@ class KnownInputs:
             numbers = [self._number(self._positions[id(a)] if is_tracer(a) else states[id(a)], self._known(a)) for a in atoms]
             return _Answer(tuple(numbers), program, program([self._last_values[n] for n in numbers]))
 
-    def _on_host(self, closed: Any) -> _HostProgram:
+    def _on_host(self, closed: Any) -> HostProgram:
         constants = map(np.asarray, closed.consts)
-        return self._programs.setdefault((str(closed.jaxpr), *((c.dtype, c.shape, c.tobytes()) for c in constants)), _HostProgram(closed))
+        return self._programs.setdefault((str(closed.jaxpr), *((c.dtype, c.shape, c.tobytes()) for c in constants)), HostProgram(closed))
 
     def _known(self, atom: Any) -> Any:
         """The host's values of an input, which is the tracer of an argument or an array; None if they are unknown."""
@@ -307,7 +255,7 @@ class KnownInputs:
         for target, sources, program in self.followed:
             given = [np.asarray(float(s())) if callable(s) else _values_of(arguments[s] if isinstance(s, int) else s) for s in sources]
             known = [host for host in given if host is not None]
-            if len(known) == len(given) and all(map(_is_exact, [*known, result := program(known)])):
+            if len(known) == len(given) and all(map(is_exact, [*known, result := program(known)])):
                 buffer = arguments[target] if isinstance(target, int) else target
                 assert isinstance(buffer, Buffer)  # CPU tensors are not written
                 left.append((buffer, result))
@@ -347,13 +295,13 @@ class KnownInputs:
             if host is None:
                 return f"{_title(source, then)}, whose values the program depends on, was computed on the device"
             now.append(host)
-        differing = {n for n, (then, host) in enumerate(zip(self._last_values, now, strict=True)) if not _is_same(then, host)}
+        differing = {n for n, (then, host) in enumerate(zip(self._last_values, now, strict=True)) if not is_same(then, host)}
         reasons: list[str] = []
         for answer in answers if differing else ():
             if differing.isdisjoint(answer.inputs):
                 continue
             value = answer.program([now[n] for n in answer.inputs])
-            if not _is_same(answer.value, value):
+            if not is_same(answer.value, value):
                 numbers = [n for n in answer.inputs if n in differing]
                 if may_follow(value) and value.dtype != np.bool_:
                     self.changed += [self._sources[n] for n in numbers]
@@ -363,53 +311,6 @@ class KnownInputs:
             return reasons[0]
         self._last_values = now  # so that another call with these values need not recompute
         return None
-
-
-_WHOLE = frozenset(
-    (
-        *(
-            "add",
-            "sub",
-            "mul",
-            "max",
-            "min",
-            "neg",
-            "abs",
-            "sign",
-            "add_any",
-            "select_n",
-            "and",
-            "or",
-            "not",
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-        ),
-        *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "transpose", "jit", "pjit"),
-    )
-)
-
-
-def _keeps_whole(closed: Any) -> bool:
-    constants = [*closed.consts, *(atom.val for eqn in closed.jaxpr.eqns for atom in eqn.invars if hasattr(atom, "val"))]
-    return all(map(_is_whole, closed.jaxpr.eqns)) and all(map(_is_exact, map(np.asarray, constants)))
-
-
-def _is_whole(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    if name in ("jit", "pjit"):
-        return _keeps_whole(eqn.params["jaxpr"])
-    return name in _WHOLE or all(atom.aval.dtype.kind in "biu" for atom in (*eqn.invars, *eqn.outvars))
-
-
-def _is_exact(value: np.ndarray[Any, Any]) -> bool:
-    """Whether all elements are integers, or floats that are whole numbers in the range where each whole number is a float."""
-    if value.dtype.kind in "biu":
-        return True
-    return bool((np.floor(value) == value).all() and (abs(value) < 2 ** jnp.finfo(value.dtype).nmant).all())
 
 
 def _values_of(argument: Argument) -> np.ndarray[Any, Any] | None:
@@ -426,11 +327,6 @@ def _key(source: Source) -> int:
 def _padded(host: np.ndarray[Any, Any], stored: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """`host` padded with zeros to the shape `stored` of its array on the devices, where uneven dims are padded."""
     return host if host.shape == stored else np.pad(host, [(0, m - n) for n, m in zip(host.shape, stored, strict=True)])
-
-
-def _is_same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays are equal bit by bit: NaN equals itself, and -0.0 differs from 0.0."""
-    return one is other or (one.shape == other.shape and one.tobytes() == other.tobytes())
 
 
 def _title(source: Target, values: np.ndarray[Any, Any]) -> str:
