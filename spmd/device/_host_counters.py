@@ -56,10 +56,12 @@ def updated(op: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs:
     def write(view: torch.Tensor) -> bool:
         try:
             result = op(view, *given, **named)
-        except Exception:  # the device's rule raises the error
+            if not isinstance(result, torch.Tensor) or (result.dtype, result.shape) != (view.dtype, view.shape):
+                return False
+            view.copy_(result)
+        except Exception:  # the device's rule raises the error, or fills an expanded view
             return False
-        is_alike = isinstance(result, torch.Tensor) and (result.dtype, result.shape) == (view.dtype, view.shape)
-        return is_alike and view.copy_(result) is view
+        return True
 
     return overwritten(tensor, write) if fills else _written(tensor, write, needs_old=True)
 

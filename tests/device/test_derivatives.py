@@ -208,6 +208,8 @@ def test_a_mask_that_may_change_is_no_constant() -> None:
     holder.to("jax")
     step = spmd.compile(lambda x: x[holder.mask])
     assert_equal(step(on_jax(torch.tensor([1.0, 2.0]))), torch.tensor([1.0]))
-    holder.mask.logical_not_()
+    holder.mask.logical_not_()  # which the host knows
+    assert_equal(step(on_jax(torch.tensor([1.0, 2.0]))), torch.tensor([2.0]))
+    holder.mask.copy_(on_jax(torch.tensor([1.0, 2.0])) > 1)
     with pytest.raises(spmd.TraceError, match="depends on values"):
         step(on_jax(torch.tensor([1.0, 2.0])))
