@@ -44,7 +44,7 @@ from spmd.program.reads import uncollected
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._guards import guard_configured_checks
 from spmd.program.reuse._program_cache import ProgramCache
-from spmd.program.reuse._retrace_log import log_retrace
+from spmd.program.reuse._retrace_log import log_retrace, noting_retrace
 from spmd.program.reuse._signature import Signature, changed_signature, signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.stored import NotHere, TraceStore
@@ -211,7 +211,8 @@ class Step(CopiedStep, Generic[P, R]):
         is_new = not settings.has_constant_numbers and not self._programs.of(call.key)
         if is_new and self._varying.note_arguments(self._programs.keys(), call.key):
             call = self._signature(args, kwargs)
-        program, num_traces = self._compiled(call, failed, settings, is_beside)
+        with noting_retrace(self._name, failed):
+            program, num_traces = self._compiled(call, failed, settings, is_beside)
         captured = program.captured
         if self._loaded and program.digest not in self._loaded:
             warnings.warn(self._not_loaded(), stacklevel=5)

@@ -240,8 +240,9 @@ def test_a_counter_that_eager_code_computes_on_the_device_is_refused() -> None:
     for _ in range(3):
         step(batch(3).to("jax"))
     device.n.add_((batch(3).to("jax") < 100).sum())
-    with pytest.raises(spmd.TraceError, match="needed as a Python number"):
+    with pytest.raises(spmd.TraceError, match="needed as a Python number") as caught:
         step(batch(3).to("jax"))
+    assert "a state tensor (int64[]), whose values the program depends on, was computed on the device" in caught.value.__notes__[0]
     device.n.fill_(2)
     step(batch(3).to("jax"))
     assert int(device.n) == 4

@@ -7,6 +7,10 @@ level is INFO then.
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from spmd.base._errors import TraceError
 
 _log = logging.getLogger("spmd.compile")
 
@@ -24,4 +28,15 @@ def log_retrace(name: str, reason: str, times: int, limit: int) -> None:
     _log.log(logging.WARNING if is_warning else logging.INFO, "%s is traced again (%d): %s", name, times, reason)
 
 
-__all__ = ["log_retrace"]
+@contextmanager
+def noting_retrace(name: str, reason: str | None) -> Generator[None]:
+    """Context of a trace whose TraceErrors get a note with the reason for it, if it is not the first."""
+    try:
+        yield
+    except TraceError as error:
+        if reason is not None:
+            error.add_note(f"{name} was traced again because {reason}")
+        raise
+
+
+__all__ = ["log_retrace", "noting_retrace"]
