@@ -1,7 +1,7 @@
 """Checks that a program makes on the device. A failure is raised at the next read on the host, at the latest.
 
-The program returns one flag per check. Every read on the host inspects all pending flags. Every further call inspects the flags of
-calls that have finished, without waiting for the others.
+The program returns one flag per check. Every read on the host inspects all pending flags. Every further call first inspects the flags
+of calls that have finished, without waiting for the others, and does not run if one has failed.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def stacked(flags: Sequence[Any]) -> Any:
 
 
 def note(flags: Any, checks: Sequence[Check]) -> None:
-    """Record the flags, [checks] or [steps, checks], of a call that was just dispatched.
-
-    Raises:
-        CheckFailed: a check of an earlier call is known to have failed.
-    """
+    """Record the flags, [checks] or [steps, checks], of a call that was just dispatched."""
     if not _pending:
         atexit.unregister(raise_failed)
         atexit.register(raise_failed)  # for a process that reads nothing before it exits
     _pending.append((flags, checks))
-    while _pending and (len(_pending) > _WAITING or (len(_pending) > 1 and _pending[0][0].is_ready())):
+
+
+def raise_known() -> None:
+    """Raise the error of the first check that is known to have failed, if any. For the beginning of a call that will make checks."""
+    while _pending and (len(_pending) >= _WAITING or _pending[0][0].is_ready()):
         _raise_first()
 
 
@@ -105,4 +105,4 @@ def _raise_first() -> None:
         raise checks[failed].failed(int(values[step, failed]))
 
 
-__all__ = ["Check", "note", "raise_failed", "stacked"]
+__all__ = ["Check", "note", "raise_failed", "raise_known", "stacked"]

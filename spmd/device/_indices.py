@@ -74,6 +74,23 @@ class Bound:
         return lib.where((found == 0) & (largest >= self.size), _checks.ZERO, found)
 
 
+@dataclass(frozen=True)
+class BeforeCall:
+    """The check of an index before each call of a program, where the host knows its values.
+
+    Attributes:
+        bound: the valid range, without the index.
+        at: the user's line.
+    """
+
+    bound: Bound
+    at: str
+
+    def __call__(self, values: np.ndarray[Any, Any]) -> None:
+        """Raise CPU torch's error if one of the values is out of bounds."""
+        _require_inside(self.bound, values, self.at)
+
+
 Bounds = Callable[[dict[str, Any]], Iterator[Bound | Refused]]
 
 
@@ -115,8 +132,8 @@ def check(bounds: Bounds, op: str, named: dict[str, Any], *, of_host: bool = Fal
         if values is not None:
             _require_inside(bound, values)
             continue
-        _check_each_call(bound)
-        if not of_host and are_checked():
+        may_be_of_host = _check_each_call(bound)
+        if not of_host and (may_be_of_host or are_checked()):
             _check_on_device(bound, op)
 
 
@@ -150,11 +167,11 @@ def _require_inside(bound: Bound, values: np.ndarray[Any, Any], *details: str) -
         raise bound.kind(message(what, *details, fix=fix) if details else what)
 
 
-def _check_each_call(bound: Bound) -> None:
+def _check_each_call(bound: Bound) -> bool:
+    """Check an index that is an argument before each call. Returns whether the program has to check it (`Recorder.each_call`)."""
     recorder = recording.get()
-    if recorder is not None:
-        alone, at = replace(bound, index=_NO_INDEX), f"called at {user_line()}"  # the program must not keep the argument alive
-        recorder.each_call(bound.index, lambda values: _require_inside(alone, values, at))
+    alone = replace(bound, index=_NO_INDEX)  # the program must not keep the argument alive
+    return recorder is not None and recorder.each_call(bound.index, BeforeCall(alone, f"called at {user_line()}"))
 
 
 def _host_view(tensor: torch.Tensor, host: Any) -> Any:
@@ -176,6 +193,7 @@ def _check_on_device(bound: Bound | Refused, op: str) -> None:
     if recorder is not None:
         recorder.expect(outside, made)
     else:
+        _checks.raise_known()
         _checks.note(outside, [made])
 
 

@@ -2,8 +2,8 @@
 masks that select another number of elements than there are values.
 
 For values that the host knows, the error is raised immediately. For others, the program or the eager operation makes a check
-(`_checks`), which is raised at the next read. The body of a branch or a loop checks only values that the host knows, because no flag
-can leave it.
+(`_checks`), which is raised at the next read. The body of `spmd.scan` and of a manual region checks only values that the host knows,
+because no flag can leave it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from spmd.base._open_sizes import are_sizes_open
 from spmd.device._numbers import number_of, sample
 from spmd.lowering.index import masked_count, selected_shape, shape_mismatch
 
@@ -157,7 +158,7 @@ def _selected(named: _Named) -> Iterator[Refused]:
     """Checks `masked_scatter`, unless `source` has an element for each one of `self`."""
     mask, given = named["mask"], named["source"].numel()
     elements = math.prod(torch.broadcast_shapes(named["self"].shape, mask.shape))
-    if given < elements and mask.dtype is torch.bool:
+    if mask.dtype is torch.bool and (given < elements or are_sizes_open()):  # at another size there may be fewer
         text = "Number of elements of source < number of ones in mask"
         yield Refused(mask, _Selects(given, elements // mask.numel()), text, fix="compare mask.sum() with source.numel() before this line")
 

@@ -9,16 +9,18 @@ import jax
 import numpy as np
 import torch
 
-from spmd.base._convert import exact_dtypes
+from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._jax import ArrayImpl
 from spmd.base._progress import underway
 from spmd.base._torch import without_saved_tensors_hooks
 from spmd.base._torch_late import without_dynamo
+from spmd.device._checks import note, raise_known
 from spmd.device._host_copies import HostCopy
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
+from spmd.device._uploaded import host_values, window
 from spmd.dynamo._graph_calls import Calls
 from spmd.dynamo._graph_inputs import Given, example_of, given_as, layout_of, write_back
 from spmd.dynamo._graph_node import on_tape
@@ -29,6 +31,7 @@ from spmd.program._job_checks import compiling
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._host_arguments import host_argument
 from spmd.program.trace._host_effects import no_host_random
+from spmd.program.trace._known_inputs import ArgumentCheck
 from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices
@@ -158,7 +161,10 @@ class GraphExecutables:
 
     def forward(self, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[Any]]:
         """(computed values as tensors, arrays saved for the backward pass). Inputs that the graph writes to are updated."""
-        traced, words, outer = self.traced, self._no_words, self._outer
+        traced, words, outer, sizes = self.traced, self._no_words, self._outer, self.sizes_of(args)
+        self._check_inputs(tensors, args, sizes)
+        if traced.checks:
+            raise_known()
         if traced.draws:
             words = default_stream.words()
             default_stream.draws += traced.draws
@@ -170,11 +176,26 @@ class GraphExecutables:
             flat = self._forward(*outer, *inputs, words)
         if self.mesh is not None:
             note_operation(flat)
-        num_values, num_own, sizes = len(traced.windows), len(traced.windows) + len(traced.written), self.sizes_of(args)
+        num_values, num_own = len(traced.windows), traced.num_own
         own = self._cut(flat[:num_own], range(num_own), sizes)
-        for i, value in zip(traced.written, own[num_values:], strict=True):
+        for i, value in zip(traced.written, own[num_values:], strict=False):
             write_back(tensors[i], self.given[i].stride, value)
+        if traced.checks:
+            note(own[-1], traced.checks)
         return list(map(made_of, own[:num_values], self._shown(sizes)[1])), flat[num_own:]
+
+    def _input_checks(self, sizes: Sizes) -> list[ArgumentCheck]:
+        """The checks of inputs before a call with these sizes."""
+        return self.traced.input_checks
+
+    def _check_inputs(self, tensors: list[torch.Tensor], args: tuple[Any, ...], sizes: Sizes) -> None:
+        """Raise CPU torch's error if the host knows that an index among the inputs is out of bounds."""
+        for check in self._input_checks(sizes):
+            place = check.argument
+            if place < len(tensors):
+                check(_known_values(tensors[place], self.given[place]))
+            else:
+                check(host_array(self._host_tensors(args)[place - len(tensors)]))
 
     def bare(self, args: tuple[Any, ...]) -> Callable[[], Any]:
         """A call of only the forward executable on today's arrays, to measure the overhead around it."""
@@ -198,8 +219,7 @@ class GraphExecutables:
         if self.mesh is not None:
             note_operation(grads)
         made: list[torch.Tensor | None] = [None] * len(self.traced.gradients)
-        num_own = len(self.traced.windows) + len(self.traced.written)
-        for place, grad in zip(found, self._cut(grads, [num_own + i for i in found], sizes), strict=True):
+        for place, grad in zip(found, self._cut(grads, [self.traced.num_own + i for i in found], sizes), strict=True):
             made[place] = wrap(grad)
         return made
 
@@ -245,6 +265,15 @@ class GraphExecutables:
         if result.is_made:
             return result.shown(made[result.position], None)
         return result.shown(tensors[result.position], self.given[result.position].stride)
+
+
+def _known_values(tensor: torch.Tensor, how: Given) -> Any:
+    """The values that the host knows of an input, in the form in which the trace got it; None if it does not."""
+    buffer = buffer_of(tensor)
+    host = host_values(buffer)
+    if how.stride is not None or host is None or is_whole(tensor, buffer):
+        return host
+    return window(host, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 __all__ = ["GraphExecutables"]

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd.base._jax import eval_jaxpr, is_literal, split_by_dependence
+from spmd.device._checks import Check
 from spmd.device._storage import Buffer
 from spmd.dynamo._graph_backward import Backward
 from spmd.dynamo._graph_results import Made, Plain, Shown
+from spmd.program.trace._known_inputs import ArgumentCheck
 from spmd.program.trace._window import Window
 
 
@@ -28,6 +30,8 @@ class Traced:
         kept_inputs: positions of inputs that are saved for `backward`, before the values that the forward pass computed for it.
         gradients: positions of inputs whose gradients `backward` returns.
         draws: number of random draws.
+        checks: checks of values, whose flags are one result behind the new values of written inputs.
+        input_checks: checks of inputs before each call. Their arguments are the device tensors, then the CPU tensors.
     """
 
     forward: Any
@@ -40,6 +44,13 @@ class Traced:
     kept_inputs: list[int]
     gradients: list[int]
     draws: int
+    checks: list[Check]
+    input_checks: list[ArgumentCheck]
+
+    @property
+    def num_own(self) -> int:
+        """Number of results of `forward` before the saved values."""
+        return len(self.windows) + len(self.written) + bool(self.checks)
 
     def run_forward(self, *arrays: Any) -> list[Any]:
         """Run `forward` on arrays."""
@@ -52,7 +63,7 @@ class Joint:
 
     Attributes:
         closed: jaxpr from outer values, inputs, CPU tensors, random words, further inputs of the backward pass and cotangents to
-            computed values, new values of written inputs, and gradients.
+            computed values, new values of written inputs, flags of checks, and gradients.
         num_inputs: number of device tensors among the inputs.
         num_again: number of further inputs of the backward pass.
         reached: for each output that takes a cotangent, which gradients depend on it.
@@ -71,11 +82,13 @@ class Joint:
     gradients: list[int]
     reached: list[list[bool]]
     draws: int
+    checks: list[Check]
+    input_checks: list[ArgumentCheck]
 
     @property
     def num_own(self) -> int:
         """Number of results of the jaxpr before the gradients."""
-        return len(self.windows) + len(self.written)
+        return len(self.windows) + len(self.written) + bool(self.checks)
 
     def split(self) -> Traced:
         """Split into two passes. Inputs that the backward pass needs are saved directly, not returned by the forward pass."""
@@ -90,7 +103,7 @@ class Joint:
             backward = Backward(rest, places, is_known, self.reached, constants, self.num_again)
         return Traced(
             *(forward, backward, self.outer, self.results, self.windows, self.flowing, self.written),
-            *(kept_inputs, self.gradients, self.draws),
+            *(kept_inputs, self.gradients, self.draws, self.checks, self.input_checks),
         )
 
     def _without_inputs(self, forward: Any) -> tuple[Any, list[int], list[int], Any]:

@@ -16,6 +16,7 @@ import torch
 
 from spmd.base._errors import TraceError
 from spmd.base._exact import exactly
+from spmd.base._settings import in_force
 from spmd.base._torch import are_functorch_transforms_active
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, recording
 from spmd.device._trace_lock import trace_lock
@@ -41,11 +42,16 @@ class GraphProgram:
         self._calls = Calls(graph)
         self._takes_numbers = True  # until a trace needs the value of one
         self.name = name
+        self.refused: str | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Begin without programs."""
+        self._checks_indices = in_force.check_indices
         self._programs: dict[Any, GraphExecutables] = {}
         self._latest: GraphExecutables | None = None
         self._marks = -1
-        self._sized = SizedPrograms(self._calls, name)
-        self.refused: str | None = None
+        self._sized = SizedPrograms(self._calls, self.name)
 
     @property
     def num_programs(self) -> int:
@@ -69,6 +75,8 @@ class GraphProgram:
         """Run the graph. The first call with new sizes traces and compiles it."""
         if self.refused is not None or recording.get() is not None or are_functorch_transforms_active():
             return self._calls.graph(*args)
+        if self._checks_indices is not in_force.check_indices:  # `spmd.configure` was called
+            self._start()
         program = self._latest
         if program is None or self._varies() or self._marks != Buffer.marks:
             with trace_lock:

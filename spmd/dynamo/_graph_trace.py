@@ -17,21 +17,54 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import called_at, message
 from spmd.base._jax import with_constants_as_inputs
+from spmd.base._open_sizes import are_sizes_open
+from spmd.device._checks import Check
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
 from spmd.dynamo._graph_backward import reached_by, tie_derivatives
 from spmd.dynamo._graph_inputs import Given
 from spmd.dynamo._graph_passes import Joint
 from spmd.dynamo._graph_results import Results, Untraceable
-from spmd.program.flow._round import Round, one_round
+from spmd.program.flow._round import CheckedRound, one_round
 from spmd.program.trace._buffer_use import TraceRecorder
+from spmd.program.trace._known_inputs import ArgumentCheck
 
 Graph = Callable[..., Sequence[Any]]
 Recorded = Callable[[Sequence[Any], Any], TraceRecorder]
 
 
-class _GraphRound(Round):
-    """A round that may write to its inputs, but to nothing outside."""
+class _GraphRound(CheckedRound):
+    """A round that may write to its inputs, but to nothing outside.
+
+    Attributes:
+        positions: the position of each input, by id of its array.
+        inputs: the device tensors among the inputs.
+        input_checks: checks of inputs before each call.
+        is_forward: whether flags can leave the graph: those of the backward pass cannot.
+    """
+
+    def __init__(self, words: Any, start_draws: int) -> None:
+        super().__init__(words, start_draws)
+        self.positions: dict[int, int] = {}
+        self.inputs: list[torch.Tensor] = []
+        self.input_checks: list[ArgumentCheck] = []
+        self.is_forward = True
+
+    @property
+    def takes_checks(self) -> bool:
+        return self.is_forward
+
+    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+        position = self.positions.get(id(buffer_of(tensor).value))
+        if position is None:
+            return False
+        check = ArgumentCheck.of(position, tensor, look)
+        if position < len(self.inputs) and _shape(tensor)[:3] == _shape(self.inputs[position])[:3]:
+            check.place = None
+        if check.place is not None and are_sizes_open():  # the view of another call has other sizes
+            return True
+        self.input_checks.append(check)
+        return False
 
     def will_write(self, buffer: Buffer) -> None:
         if buffer not in self.newborn:
@@ -64,6 +97,8 @@ class GraphTrace:
         self._reached: list[list[bool]] = []
         self._reads: dict[int, Buffer] = {}
         self._draws = 0
+        self._checks: list[Check] = []
+        self._input_checks: list[ArgumentCheck] = []
 
     def joint(self, examples: Sequence[Any], hosts: Sequence[Any]) -> Joint:
         """Trace both passes, given an array (or its shape and dtype) for each tensor and the values of CPU tensors.
@@ -83,16 +118,18 @@ class GraphTrace:
         found, outer = self._found, [(value, self._reads.get(id(value))) for value in consts]
         return Joint(
             *(closed, outer, len(self._given), 0, found.results, found.windows, found.flowing if cotangents else []),
-            *(self._written, self._gradients, self._reached, self._draws),
+            *(self._written, self._gradients, self._reached, self._draws, self._checks, self._input_checks),
         )
 
-    def _run(self, arrays: Sequence[Any], cotangents: Sequence[Any] | None) -> tuple[list[Any], list[Any], list[Any]]:
-        """(computed values, new values of written inputs, gradients), from traced arrays: tensors, CPU tensors, random words."""
+    def _run(self, arrays: Sequence[Any], cotangents: Sequence[Any] | None) -> tuple[list[Any], ...]:
+        """(computed values, new values of written inputs, flags of checks, gradients), from traced arrays: tensors, CPU tensors, random
+        words."""
         words, hosts = arrays[-1], arrays[len(self._given) : -1]
         one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace state is thread-local
         with _recording_in(self._recorded(hosts, words)), one_round(words, _GraphRound) as part, one_thread:
+            part.positions = {id(array): i for i, array in enumerate(arrays[:-1])}
             inputs = [one.in_trace(array) for one, array in zip(self._given, arrays, strict=False)]
-            buffers = list(map(buffer_of, inputs))
+            part.inputs, buffers = inputs, list(map(buffer_of, inputs))
             start, shapes = [b.value for b in buffers], list(map(_shape, inputs))
             found = self._found = Results(self._returned(inputs), inputs)
             if [*map(buffer_of, inputs)] != buffers or [*map(_shape, inputs)] != shapes:
@@ -101,6 +138,8 @@ class GraphTrace:
             self._written = [i for i, (b, was) in enumerate(zip(buffers, start, strict=True)) if b.value is not was]
             if any(inputs[i].grad_fn is not None for i in self._written):
                 raise Untraceable(message("a graph writes a value with a gradient to an input", fix="return the new value instead"))
+            part.is_forward = False
+            self._checks, self._input_checks = [check for check, _ in part.checks], part.input_checks
             grads: Any = ()
             reaches: list[list[bool]] = []
             if cotangents:
@@ -118,7 +157,8 @@ class GraphTrace:
             self._draws = default_stream.draws - part.start_draws
             self._reads = {id(value): buffer for buffer, value in part.seen.items()}
             new = [self._constrained(i, buffers[i].raw()) for i in self._written]
-            return found.values(), new, [self._constrained(i, load(g)) for i, g in reached]
+            flags = [jnp.stack(part.flags())] if part.checks else []
+            return found.values(), new, flags, [self._constrained(i, load(g)) for i, g in reached]
 
     def _returned(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         try:

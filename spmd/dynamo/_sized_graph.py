@@ -30,6 +30,7 @@ from spmd.program.sizes._evaluate import SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points
 from spmd.program.sizes._sized_arguments import padded
 from spmd.program.sizes._trace_points import more_points, points_within, with_enough_points
+from spmd.program.trace._known_inputs import ArgumentCheck
 from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._window import Window
 from spmd.program.xla._executable import on_all_devices
@@ -269,6 +270,9 @@ class SizedGraph(GraphExecutables):
 
     def _shown(self, sizes: Sizes) -> tuple[list[Made | Shown | Plain], list[Window | None]]:
         return self._of(sizes)[0]
+
+    def _input_checks(self, sizes: Sizes) -> list[ArgumentCheck]:
+        return self._traces.input_checks.at(sizes)
 
     def _of(self, sizes: Sizes) -> tuple[Any, list[tuple[int, ...]]]:
         """(results and windows, shapes of all results) for a call with these sizes."""

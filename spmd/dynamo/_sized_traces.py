@@ -21,6 +21,7 @@ from spmd.dynamo._graph_results import Made, Plain, Shown
 from spmd.program.sizes._evaluate import Equation, Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Dims, Padded, Room, dims_of
+from spmd.program.sizes._sized_checks import SizedChecks
 from spmd.program.sizes._window_extents import Form, learn_extents
 from spmd.program.trace._window import Window
 
@@ -29,6 +30,9 @@ Sizes = Sequence[int]
 
 class SizedTraces:
     """One graph traced at several points.
+
+    Attributes:
+        input_checks: the checks of inputs before a call.
 
     Args:
         joints: its passes at each point. The last CPU tensor of each is a placeholder for the sizes of a call, int64[names].
@@ -48,6 +52,7 @@ class SizedTraces:
         self._shown = _formula(points, [(tuple(j.results), tuple(j.windows)) for j in joints])
         shapes = zip(*([a.shape for a in j.closed.out_avals] for j in joints), strict=True)
         self._shapes = [[points.integer(tuple(column)) for column in zip(*same, strict=True)] for same in shapes]
+        self.input_checks = SizedChecks(points, [j.input_checks for j in joints])
         self._needs: dict[tuple[Values, int], None] = {}
         self._rooms: dict[tuple[int, ...], Room] = {}
 
@@ -108,7 +113,7 @@ class SizedTraces:
         assert len(outer) == len(consts) + len(kept)
         return Joint(
             *(closed, outer, first.num_inputs, len(again), first.results, first.windows, first.flowing, first.written),
-            *(first.gradients, first.reached, first.draws),
+            *(first.gradients, first.reached, first.draws, first.checks, []),
         )
 
     def _evaluated(self, room: Room, dims: Sequence[Dims], state: Sequence[Any], given: Sequence[Any], num_again: int) -> list[Any]:
@@ -169,6 +174,7 @@ def _require_alike(joints: Sequence[Joint]) -> None:
             and (first.reached, first.draws) == (other.reached, other.draws)
             and len(first.closed.in_avals) == len(other.closed.in_avals)
             and len(first.closed.out_avals) == len(other.closed.out_avals)
+            and len(first.checks) == len(other.checks)
         )
         if not alike:
             raise SizeDecides("the size decides what is computed")

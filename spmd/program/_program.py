@@ -22,7 +22,7 @@ from spmd.base._jax import inline_jaxpr
 from spmd.base._signals import handlers_wait
 from spmd.base._torch import increment_version
 from spmd.device._arrays import fetched, is_readable
-from spmd.device._checks import note
+from spmd.device._checks import note, raise_known
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
 from spmd.device._shared_arrays import donatable
@@ -47,6 +47,7 @@ from spmd.program.run._written_tensors import WrittenTensors
 from spmd.program.stored import StoredTrace
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._known_inputs import check_arguments
 from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._output_tree import rebuilt
 from spmd.program.trace._results import Leaf, made
@@ -129,7 +130,8 @@ class Program(Executable):
         captured, known, grads = self.captured, self.captured.inputs.known, self._gradients
         before: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (self.is_ahead, self._refuse_to_run),
-            (known is not None and known.has_checks, self._check_arguments),
+            (captured.outputs.checks, lambda call: raise_known()),
+            (known is not None and known.checks, self._check_arguments),
             (captured.state.held, self._held.read),
             (grads.has_inputs, grads.bind),
             (grads.has_results, grads.compare),
@@ -351,7 +353,7 @@ class Program(Executable):
 
     def _check_arguments(self, call: ProgramCall) -> None:
         assert self.captured.inputs.known is not None
-        self.captured.inputs.known.check_arguments([*call.arguments, *call.hosts])
+        check_arguments(self.captured.inputs.known.checks, [*call.arguments, *call.hosts])
 
     def _gather(self, call: ProgramCall) -> None:
         assert self.rolled is not None

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributions as D
 import torch.nn.functional as F
+from torch._higher_order_ops.scan import scan
 
 import spmd
 from tests.device.asserting import (
@@ -102,6 +103,30 @@ def test_a_failure_is_raised_by_a_later_call_where_nothing_is_read() -> None:
     with pytest.raises(AssertionError, match="must be positive"):
         for _ in range(20):
             step(-one, one)
+
+
+def test_state_is_kept_where_a_later_call_raises_the_failure() -> None:
+    """The call that raises it changes nothing: neither tensors nor Python objects. The next one is right."""
+    p, counts = torch.ones(2, device="jax", requires_grad=True), [0]
+    optimizer = torch.optim.SGD([p], 1.0)
+
+    @spmd.compile
+    def step(n: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (p * (6 // n)).sum().backward()
+        optimizer.step()
+        counts[0] += 1
+
+    three, zero = (torch.tensor([3, n], device="jax") + 0 for n in (3, 0))
+    step(three)
+    step(zero)
+    with pytest.raises(spmd.CheckFailed, match="ZeroDivisionError"):
+        for _ in range(20):
+            step(three)
+    number = counts[0]
+    assert p[0].item() == 1 - 2 * number
+    step(three)
+    assert (counts[0], p[0].item()) == (number + 1, -1 - 2 * number)
 
 
 def test_checks_of_sharded_values() -> None:
@@ -202,8 +227,54 @@ def test_bincount_has_minlength_bins_in_a_program_that_has_no_values() -> None:
         with pytest.raises(spmd.CheckFailed, match=r"x contains a value outside \[0, 5\)"):
             result[0].cpu()
     assert_equal(spmd.compile(lambda n: torch.bincount(n, minlength=2))(on_jax(x.long())), torch.bincount(x.long()))  # the host knows them
-    with pytest.raises(spmd.TraceError, match="depends on values"):
-        spmd.compile(lambda x: torch.cond(x.sum() > 0, counted, counted, (x,)))(on_jax(x))
+    with pytest.raises(spmd.TraceError, match="depends on values"):  # no check leaves this loop
+        spmd.compile(lambda x: spmd.scan(lambda c, row: (c, counted(row)), x, x[None]))(on_jax(x))
+
+
+def divided(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return x.long() // v.long()
+
+
+def looked_up(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.embedding(v.long(), x[:, None])
+
+
+def chosen(fn: Two) -> Two:
+    """`fn` in one branch. In the other it gets values that it accepts."""
+    return lambda x, v: torch.cond(x.sum() > 0, fn, lambda x, v: -fn(x, torch.ones_like(v)), (x, v))
+
+
+BODIES: dict[str, Callable[[Two], Two]] = {
+    "accumulate": lambda fn: spmd.accumulate(2)(fn),
+    "cond": lambda fn: lambda x, v: chosen(fn)(x[1], v[1]),
+    "cond in accumulate": lambda fn: spmd.accumulate(2)(chosen(fn)),
+    "scan": lambda fn: lambda x, v: scan(lambda c, row: (c + 1, fn(*row)), x[0], (x, v))[1],
+}
+
+
+@pytest.mark.parametrize(("fn", "wrong"), [(divided, 0), (looked_up, 2)])
+@pytest.mark.parametrize("name", BODIES)
+def test_a_check_leaves_the_body_of_a_loop_or_branch(name: str, fn: Two, wrong: int) -> None:
+    """What the branch that is not taken would do is not checked."""
+    body = BODIES[name](fn)
+    step = spmd.compile(body)
+    x, good = torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.ones(2, 2, dtype=torch.int64)
+    bad = torch.tensor([[1, 1], [1, wrong]])
+    for _ in range(2):
+        assert_equal(step(*on_jax((x, good))), body(x, good))
+        result = step(*on_jax((x, bad)))
+        with pytest.raises(RuntimeError if fn is divided else IndexError, match="a check on the device failed"):
+            result.cpu()
+        if "cond" in name:
+            assert_equal(step(*on_jax((-x, bad))), body(-x, bad))
+
+
+def test_a_check_in_each_of_several_steps_of_one_call() -> None:
+    step = spmd.compile(looked_up, steps_per_call=2)
+    x = torch.tensor([[3.0, 4.0], [5.0, 6.0]])
+    assert_equal(step(*on_jax((x, torch.tensor([[1, 0], [0, 0]])))), torch.tensor([[4.0, 3.0], [5.0, 5.0]])[:, :, None])
+    with pytest.raises(IndexError, match="index out of range in self: 2"):
+        step(*on_jax((x, torch.tensor([[1, 0], [2, 0]])))).cpu()
 
 
 class Alike(torch.nn.Module):

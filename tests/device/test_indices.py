@@ -1,55 +1,14 @@
 """Indices out of bounds: raised at once where the host knows them, at the next read where a program was asked to check."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import spmd
 from spmd.device._indices import checked
+from tests.device.indexing import OPS, PLACES, outcome
 from tests.grids import line
 from tests.lowering.against_cpu import assert_equal
-
-Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def assigned(w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
-    w = w.clone()
-    w[i] = 1.0
-    return w
-
-
-OPS: dict[str, Op] = {
-    "embedding": lambda w, i: F.embedding(i, w),
-    "x[i]": lambda w, i: w[i],
-    "x[:, i]": lambda w, i: w.mT[:, i],
-    "x[i, j]": lambda w, i: w[i, torch.zeros_like(i)],
-    "x[i] = v": assigned,
-    "index_select": lambda w, i: w.index_select(0, i),
-    "gather": lambda w, i: w.gather(0, i[:, None]),
-    "scatter": lambda w, i: w.scatter(0, i[:, None], 1.0),
-    "scatter_add": lambda w, i: w.scatter_add(0, i[:, None], w[:2, :1]),
-    "index_add": lambda w, i: w.index_add(0, i, w[:2]),
-    "index_copy": lambda w, i: w.index_copy(0, i, w[:2]),
-    "index_fill": lambda w, i: w.index_fill(0, i, 1.0),
-    "take": lambda w, i: w[:, 0].take(i),
-    "cross_entropy": lambda w, i: F.cross_entropy(w.mT[:2], i),
-    "nll_loss": lambda w, i: F.nll_loss(w.mT[:2], i),
-    "embedding_bag": lambda w, i: F.embedding_bag(i, w, torch.tensor([0, 1], device=i.device)),
-    "multi_margin_loss": lambda w, i: F.multi_margin_loss(w.mT[:2], i),
-    "one_hot": lambda w, i: F.one_hot(i, 4),
-    "take_along_dim": lambda w, i: torch.take_along_dim(w, i[:, None], 0),
-}
-PLACES = {"inside": [1, 3], "behind": [1, 7], "before": [-9, 0], "negative": [-1, 0]}
-
-
-def outcome(op: Op, *args: torch.Tensor) -> Any:
-    try:
-        return op(*args).cpu()
-    except (IndexError, RuntimeError) as error:
-        return error
 
 
 def of_device(values: list[int]) -> torch.Tensor:
@@ -69,7 +28,7 @@ def test_an_index_is_accepted_or_refused_as_by_the_cpu(name: str) -> None:
             assert type(known) is type(expected), place
             assert isinstance(found, type(expected)) and isinstance(found, spmd.CheckFailed), place
             index = str(values[0] if values[0] < 0 else values[1])
-            assert index in str(known) and index in str(found) and "test_indices.py" in str(found)
+            assert index in str(known) and index in str(found) and "indexing.py" in str(found)
         else:
             for got in (known, found):
                 torch.testing.assert_close(got, expected)
@@ -147,7 +106,7 @@ def test_a_program_looks_at_the_indices_that_it_is_given(name: str) -> None:
         got = outcome(step, w.to("jax"), given.to("jax"))
         if isinstance(expected, Exception):
             assert type(got) is type(expected), values
-            assert str(values[0] if values[0] < 0 else values[1]) in str(got) and "test_indices.py" in str(got)
+            assert str(values[0] if values[0] < 0 else values[1]) in str(got) and "indexing.py" in str(got)
         else:
             torch.testing.assert_close(got, expected)
     step(w.to("jax"), of_device([77, 1, 3]))

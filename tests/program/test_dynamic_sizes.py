@@ -399,3 +399,27 @@ def test_a_mark_that_means_nothing_is_refused() -> None:
         spmd.mark_dynamic(torch.zeros(3, 4), 2)
     with pytest.raises(spmd.SpmdError, match="max=2 for dim 0 of size 3"):
         spmd.mark_dynamic(torch.zeros(3, 4), 0, max=2)
+
+
+def test_the_bound_of_an_index_may_be_a_size() -> None:
+    """Checked before the call where the whole argument is the index, by the program where a part of it is."""
+
+    def fn(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.gather(0, index) + x[index[:1]]
+
+    step = spmd.compile(fn, dynamic=True)
+    for size in (3, 5, 9, 6, 17):
+        x = torch.arange(float(size))
+        for largest in (size - 1, size):
+            index = torch.full((size,), largest)
+            if largest < size:
+                assert_same(step(x.to("jax"), index.to("jax")), fn(x, index))
+            else:
+                with pytest.raises((RuntimeError, IndexError), match=f"index {size} is out of bounds for dimension 0 with size {size}"):
+                    step(x.to("jax"), index.to("jax")).cpu()
+    parts = spmd.compile(lambda x, index: x[index[:1]], dynamic=True)
+    for size in (3, 5, 9, 6):
+        x = torch.arange(float(size)).to("jax")
+        assert parts(x, torch.full((size,), size - 1).to("jax")).item() == size - 1
+        with pytest.raises(IndexError, match=f"index {size} is out of bounds"):
+            parts(x, torch.full((size,), size).to("jax")).cpu()

@@ -23,9 +23,10 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
+from spmd.device._checks import Check
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, load, recording, wrap
-from spmd.program.flow._round import one_round, stored_value, words_now
+from spmd.program.flow._round import CheckedRound, one_round, pass_on, stored_value, words_now
 from spmd.program.flow._writes import BodyWrites
 
 
@@ -84,12 +85,14 @@ def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
     words = words_now()
     tree: list[Any] = []
     carried: list[Buffer] = []
+    checks: list[Check] = []
     draws = [0]
     writes = BodyWrites(is_micro_batch=True)
 
     def discover(slices: list[Any], now: Any) -> None:
-        with one_round(now) as round_, writes.traced():
+        with one_round(now, CheckedRound) as round_, writes.traced():
             fn(*map(wrap, slices))
+        checks.extend(check for check, _ in round_.checks)
         carried.extend(round_.written)
         draws[0] = round_.draws
 
@@ -97,16 +100,18 @@ def _scanned(fn: Callable[..., Any], stacks: list[Any], rounds: int) -> Any:
 
     def one(carry: Any, slices: list[Any]) -> Any:
         values, now = carry
-        with one_round(now) as round_, writes.traced():
+        with one_round(now, CheckedRound) as round_, writes.traced():
             round_.hold(dict(zip(carried, values, strict=True)))
             flat, spec = pytree.tree_flatten(fn(*map(wrap, slices)))
             tree.append(spec)
             outputs = [load(t) for t in flat]
             new = [stored_value(buffer) for buffer in carried]
-        return (new, advanced(now, draws[0])), outputs
+            flags = round_.flags()
+        return (new, advanced(now, draws[0])), (outputs, flags)
 
     start = [stored_value(buffer) for buffer in carried]
-    (final, _), outputs = jax.lax.scan(one, (start, words), stacks, length=rounds)
+    (final, _), (outputs, flags) = jax.lax.scan(one, (start, words), stacks, length=rounds)
+    pass_on(checks, flags)
     for buffer, value in zip(carried, final, strict=True):
         buffer.set(value)
     default_stream.draws += draws[0] * rounds

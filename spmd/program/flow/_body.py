@@ -16,10 +16,11 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._torch import pytree
+from spmd.device._checks import Check
 from spmd.device._host_copies import is_host_copy
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._closure import Closure, gradients
-from spmd.program.flow._round import one_round
+from spmd.program.flow._round import CheckedRound, one_round
 from spmd.program.flow._writes import BodyWrites
 
 Fn = Callable[..., Any]
@@ -41,6 +42,7 @@ class Body:
         tree: container of the results.
         grads: for each result, whether a gradient flows back from it.
         writes: its writes to Python objects.
+        checks: its checks of values.
     """
 
     fn: Fn
@@ -54,12 +56,13 @@ class Body:
     tree: Any = None
     grads: list[bool] = field(default_factory=list[bool])
     writes: BodyWrites = field(default_factory=BodyWrites)
+    checks: list[Check] = field(default_factory=list[Check])
 
     def __post_init__(self) -> None:
         """Trace the function once, abstractly."""
 
         def discover(arrays: list[Any]) -> list[Any]:
-            with one_round(self.words) as round_, self.writes.traced():
+            with one_round(self.words, CheckedRound) as round_, self.writes.traced():
                 operands = self.bound(arrays)
                 for old, new in zip(self.operands, operands, strict=True):
                     if is_device_tensor(old) and old.requires_grad:
@@ -70,6 +73,7 @@ class Body:
                 self.grads = [is_device_tensor(t) and t.requires_grad for t in flat]
                 outputs = [_as_array(t) for t in flat]
             self.written, self.seen, self.draws = list(round_.written), dict(round_.seen), round_.draws
+            self.checks = [check for check, _ in round_.checks]
             return outputs
 
         with exact_dtypes():
@@ -86,13 +90,14 @@ class Body:
         return [wrap(next(rest)) if is_device_tensor(t) else t for t in self.operands]
 
     def run(self, arrays: Sequence[Any], words: Any, written: Sequence[Buffer], values: Sequence[Any] | None = None) -> Any:
-        """(results, new values of `written`) as arrays; `values`: initial values of `written`, by default the current ones."""
-        with one_round(words) as round_, self.writes.traced():
+        """(results, new values of `written`, flags of `checks`) as arrays; `values`: initial values of `written`, by default the current
+        ones."""
+        with one_round(words, CheckedRound) as round_, self.writes.traced():
             if values is not None:
                 round_.hold(dict(zip(written, values, strict=True)))
             with torch.no_grad():
                 flat = pytree.tree_leaves(self.fn(*self.bound(arrays)))
-            return [_as_array(t) for t in flat], [buffer.get() for buffer in written]
+            return [_as_array(t) for t in flat], [buffer.get() for buffer in written], round_.flags()
 
     def pull_back(
         self, arrays: Sequence[Any], closure: Sequence[Any], held: dict[Buffer, Any], words: Any, wanted: Sequence[int], cotangents: Any

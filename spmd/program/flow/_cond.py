@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from spmd.base._convert import exact_dtypes
@@ -19,7 +20,7 @@ from spmd.base._torch import pytree
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._body import Body, Fn
-from spmd.program.flow._round import words_now
+from spmd.program.flow._round import pass_on, words_now
 
 
 def conditional(pred: torch.Tensor, true_fn: Fn, false_fn: Fn, operands: Sequence[Any]) -> Any:
@@ -74,8 +75,19 @@ class _Branches:
     written: list[Buffer]
 
     def forward(self, pred: Any, arrays: list[Any]) -> list[Any]:
-        false, true = (lambda now, b=b: b.run(now, self.words, self.written) for b in self.branches)
-        outputs, new = jax.lax.cond(pred, true, false, arrays)
+        false, true = self.branches
+        passed = [jnp.zeros((), jnp.int64)]  # the flag of a check in the branch that is not taken
+
+        def run_false(now: list[Any]) -> Any:
+            outputs, new, flags = false.run(now, self.words, self.written)
+            return outputs, new, [*flags, *passed * len(true.checks)]
+
+        def run_true(now: list[Any]) -> Any:
+            outputs, new, flags = true.run(now, self.words, self.written)
+            return outputs, new, [*passed * len(false.checks), *flags]
+
+        outputs, new, flags = jax.lax.cond(pred, run_true, run_false, arrays)
+        pass_on([check for b in self.branches for check in b.checks], flags)
         for buffer, value in zip(self.written, new, strict=True):
             buffer.set(value)
         return outputs

@@ -23,7 +23,7 @@ from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._body import Body, Fn
 from spmd.program.flow._closure import Closure
 from spmd.program.flow._cond import as_predicate
-from spmd.program.flow._round import one_round, words_now
+from spmd.program.flow._round import one_round, pass_on, words_now
 from spmd.program.flow._writes import BodyWrites
 
 
@@ -93,12 +93,13 @@ class _ScanCall:
 
         def one(state: Any, slices: list[Any]) -> Any:
             carry, values, now = state
-            outputs, new = self.body.run([*carry, *slices, *rest], now, written, values)
+            outputs, new, flags = self.body.run([*carry, *slices, *rest], now, written, values)
             kept = state if keep else None
-            return (outputs[: self.carries], new, advanced(now, self.body.draws)), (outputs[self.carries :], kept)
+            return (outputs[: self.carries], new, advanced(now, self.body.draws)), (outputs[self.carries :], kept, flags)
 
         start = (init, [buffer.get() for buffer in written], self.words)
-        (final, new, _), (results, kept) = jax.lax.scan(one, start, stacks, length=self.length)
+        (final, new, _), (results, kept, flags) = jax.lax.scan(one, start, stacks, length=self.length)
+        pass_on(self.body.checks, flags)
         for buffer, value in zip(written, new, strict=True):
             buffer.set(value)
         return [*final, *results], kept

@@ -7,13 +7,15 @@ existed before the part, and restores the buffers after the part has been traced
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import torch
 
 from spmd.device._arrays import padded
+from spmd.device._checks import Check, stacked
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, recording
 from spmd.program.trace._buffer_use import DROPPED_VALUE
@@ -75,6 +77,50 @@ class Round(Part):
             buffer.reads.clear()
 
 
+class CheckedRound(Round):
+    """A round whose checks leave it: its caller returns `flags()` from the part's jax trace, and gives the results to `pass_on`.
+
+    Attributes:
+        checks: the checks of values, each with its flag.
+    """
+
+    def __init__(self, words: Any, start_draws: int) -> None:
+        super().__init__(words, start_draws)
+        self.checks: list[tuple[Check, Any]] = []
+
+    @property
+    def takes_checks(self) -> bool:
+        return self.outer.takes_checks
+
+    def expect(self, flag: Any, check: Check) -> bool:
+        if self.takes_checks:
+            self.checks.append((check, flag))
+        return self.takes_checks
+
+    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+        return self.takes_checks
+
+    def flags(self) -> list[Any]:
+        """One 0-dim flag per check, int64; 0 means that it passed."""
+        return list(stacked([flag for _, flag in self.checks])) if self.checks else []
+
+
+def pass_on(checks: Sequence[Check], flags: Sequence[Any]) -> None:
+    """Let the enclosing recorder expect the checks of a round.
+
+    Args:
+        flags: one flag per check: 0-dim, or [iterations] of a loop, of which the first that is not 0 counts.
+    """
+    recorder = recording.get()
+    if recorder is not None:
+        for check, flag in zip(checks, flags, strict=True):
+            recorder.expect(flag if flag.ndim == 0 else _first_nonzero(flag), check)
+
+
+def _first_nonzero(flags: Any) -> Any:
+    return flags[jnp.argmax(flags != 0)] if flags.size else jnp.zeros((), flags.dtype)
+
+
 def stored_value(buffer: Buffer) -> Any:
     """The buffer's array as stored: padded if its layout does not divide it. Rounds take and return values in this form only."""
     value = buffer.raw()
@@ -113,4 +159,4 @@ def words_now() -> Any:
     return advanced(words, default_stream.draws - start)
 
 
-__all__ = ["Round", "one_round", "stored_value", "words_now"]
+__all__ = ["CheckedRound", "Round", "one_round", "pass_on", "stored_value", "words_now"]

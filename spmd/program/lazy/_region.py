@@ -19,7 +19,7 @@ from spmd.base._jax import inline_jaxpr
 from spmd.base._progress import underway
 from spmd.base._settings import keep_programs_by_default
 from spmd.device._arrays import laid_out, upload
-from spmd.device._checks import Check, note, stacked
+from spmd.device._checks import Check, note, raise_known, stacked
 from spmd.device._numbers import lifted
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
@@ -204,6 +204,8 @@ class Region(Executable):
 
     def __call__(self, recorded: Recording) -> list[Any]:
         """Run on the inputs of a recording. Returns the values of `outputs`."""
+        if self.checks:
+            raise_known()
         _counters.count("programs")
         values = self._values(recorded)
         vector = np.array([recorded.numbers[i] for i in self.varying], np.float64)

@@ -256,6 +256,7 @@ class _InitialStateRecorder:
         self.scalars: dict[Any, Any] = {}
         self.finite: list[tuple[str, Any]] = []
         self.platform = self.reduce_dtype = self.axes = None
+        self.takes_checks = True
         self._state = optimizer.state
         self._waiting_for = missing if _is_of_torch(optimizer) else []
 
@@ -308,8 +309,9 @@ class _InitialStateRecorder:
 
     known_number = known_count = known_value
 
-    def each_call(self, tensor: torch.Tensor, look: Any) -> None:
+    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
         """No check: this trace has no arguments."""
+        return False
 
     def makes_host_copy(self) -> bool:
         return False

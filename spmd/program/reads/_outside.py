@@ -58,7 +58,8 @@ _CODE = (".py", ".pyc", ".so")  # is found by its functions, unless the trace re
 _READ_CODE = frozenset(("open", "run_path", "read_text", "read_bytes", "spec_from_file_location"))
 _PATHS = (str, bytes, os.PathLike)
 _WRITE = ("save", "imsave", "write", "dump")  # beginnings of the names of functions that write a file
-_COMPUTES = frozenset(("torch", "jax", "jaxlib", "mesh", "spmd", "functorch", "numpy", "einops", "einx", "opt_einsum"))
+# packages whose functions do not read files by a path; of builtins, only `open` does
+_COMPUTES = frozenset(("builtins", "torch", "jax", "jaxlib", "mesh", "spmd", "functorch", "numpy", "einops", "einx", "opt_einsum"))
 _OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/")
 _ASKS_OF_TORCH = re.compile(r"(is|are|get)_\w+|(flash|math|mem_efficient|cudnn)_sdp_enabled|\w+_math_sdp_allowed")
 _SMALL = 1 << 16  # bytes
@@ -170,7 +171,7 @@ def opens_to_write(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _reads_files(module: str) -> bool:
-    """Whether a function of a module may read a file by its path: one of a library, other than those that compute with tensors."""
+    """Whether a function of a module may read a file by its path: one of a library, other than those of `_COMPUTES`."""
     return is_library(module) and not is_recorded(module) and module.partition(".")[0] not in _COMPUTES and not is_of_python(module)
 
 

@@ -20,6 +20,7 @@ from spmd.program.sizes._evaluate import Evaluation, SizeDecides
 from spmd.program.sizes._formulas import Inexact, Points, Values
 from spmd.program.sizes._padded import Dims, Padded, Room, dims_of
 from spmd.program.sizes._size_reads import SizeReads
+from spmd.program.sizes._sized_checks import SizedChecks
 from spmd.program.sizes._window_extents import learn_extents
 from spmd.program.trace._captured import Captured
 from spmd.program.trace._results import Leaf
@@ -36,6 +37,7 @@ class Family:
         names: names of the varying sizes.
         captured: the first trace.
         today: sizes of the current call, in the order of `names`.
+        checks: the checks of arguments before a call.
     """
 
     def __init__(self, names: tuple[str, ...], points: Points, traces: Sequence[Captured], reads: Sequence[SizeReads], limits: Any) -> None:
@@ -57,6 +59,7 @@ class Family:
         learn_extents(points, self._jaxprs, self._limits)
         self._windows: dict[int, tuple[Any, list[Any]]] = {}  # by id of the leaf, which `_leaves` keeps alive
         self._leaves = [self._leaf(same) for same in zip(*(t.outputs.leaves for t in traces), strict=True)]
+        self.checks = SizedChecks(points, [[] if t.inputs.known is None else t.inputs.known.checks for t in traces])
         self._asked = questions(points, reads)
         _require_same_numbers(traces, reads)
         self._reads.current = _Leaves(self, self._asked[0])

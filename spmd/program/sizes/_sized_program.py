@@ -18,6 +18,7 @@ from spmd.program._program import Program
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.sizes._family import Family
 from spmd.program.sizes._formulas import Inexact
+from spmd.program.trace._known_inputs import check_arguments
 from spmd.program.trace._results import Leaf
 from spmd.program.xla._compilation import Making
 
@@ -85,6 +86,9 @@ class SizedProgram(Program):
 
     def _leaves(self) -> list[Leaf]:
         return self.family.leaves()
+
+    def _check_arguments(self, call: ProgramCall) -> None:
+        check_arguments(self.family.checks.at(self.family.today), [*call.arguments, *call.hosts])
 
     def _cut_gradients(self, call: ProgramCall) -> None:
         call.gradients = self._cut(call.gradients, self._of_gradients)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from mesh import ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
 from spmd.device._checks import Check
-from spmd.device._storage import Buffer, buffer_of, is_whole
+from spmd.device._storage import Buffer, buffer_of
 from spmd.program.reads._library import is_recorded
 from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._layer_runs import LayerRun, layer_runs
@@ -45,6 +44,7 @@ class TraceRecorder:
         layers: the layers that must become loops.
         layouts: shardings to which the trace constrained values.
         known: inputs whose values the host knows; None if the traced arguments are not those of a call (stacked steps).
+        is_stacked: each argument is the first element of a stack.
         met: ids of dicts of optimizer state that the function itself read or wrote.
         early: optimizers whose state the function read or wrote before they stepped.
         copies_leave: copies to the host may leave the function.
@@ -84,6 +84,7 @@ class TraceRecorder:
     axes: tuple[str, ...] | None = None
     layouts: dict[ShardingSpec, None] = field(default_factory=dict[ShardingSpec, None])
     known: KnownInputs | None = None
+    is_stacked: bool = False
     has_counts: bool = False
     counts: list[Any] = field(default_factory=list[Any])
     copies_leave: bool = False
@@ -163,11 +164,8 @@ class TraceRecorder:
         evaluate = None if self.known is None else self.known.number(value, self.reads)
         return None if evaluate is None else self.as_number(evaluate)
 
-    def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> None:
-        if self.known is not None:
-            buffer = buffer_of(tensor)
-            place = None if is_whole(tensor, buffer) else (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-            self.known.each_call(buffer, place, look)
+    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+        return self.is_stacked if self.known is None else self.known.each_call(tensor, look)
 
     def known_count(self, value: Any) -> int | None:
         if self.has_counts:
@@ -194,6 +192,10 @@ class TraceRecorder:
 
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws
+
+    @property
+    def takes_checks(self) -> bool:
+        return True
 
     def expect(self, flag: Any, check: Check) -> bool:
         self.checks.append((check, flag))

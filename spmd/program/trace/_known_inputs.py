@@ -28,7 +28,9 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax import derived, is_tracer, variable_of
-from spmd.device._storage import Buffer
+from spmd.base._open_sizes import are_sizes_open
+from spmd.device._indices import BeforeCall
+from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.device._uploaded import host_values, kept, may_follow, sent, window
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._host_programs import HostProgram, is_exact, is_same
@@ -71,22 +73,29 @@ class KnownNumber:
 
 
 @dataclass
-class _ArgumentCheck:
-    """A check of the values of an argument before each call.
+class ArgumentCheck:
+    """A check of the values of an argument before each call, if the host knows them.
 
     Attributes:
         argument: number of the argument.
         shape: its shape in the trace. In a call, sizes that vary may differ.
         place: sizes, strides and offset of the view that is checked; None for the whole argument.
-        check: raises if the values are invalid.
+        check: raises if an index is out of bounds.
         seen: the values that were checked last.
     """
 
     argument: int
     shape: tuple[int, ...]
     place: tuple[tuple[int, ...], tuple[int, ...], int] | None
-    check: Callable[[np.ndarray[Any, Any]], None]
+    check: BeforeCall
     seen: np.ndarray[Any, Any] | None = None
+
+    @classmethod
+    def of(cls, argument: int, tensor: torch.Tensor, check: BeforeCall) -> ArgumentCheck:
+        """The check of `tensor`, which is the argument in the trace or a view of it."""
+        buffer = buffer_of(tensor)
+        place = None if is_whole(tensor, buffer) else (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return cls(argument, buffer.shape, place, check)
 
     def __call__(self, host: np.ndarray[Any, Any] | None) -> None:
         if host is not None and host is not self.seen:
@@ -105,6 +114,7 @@ class KnownInputs:
         followed: (target, sources, program) for each write that a call repeats on the host. The target is a state buffer or the position
             of an argument; the sources are such, or functions that compute a number that varies.
         changed: sources of numbers that were others in a later call.
+        checks: checks of arguments before each call.
     """
 
     def __init__(self, arguments: Sequence[Argument], varying: Collection[Target] = ()) -> None:
@@ -128,36 +138,35 @@ class KnownInputs:
         self.followed: list[tuple[Target, list[Source], Any]] = []
         self.changed: list[Target] = []
         self._has_numbers = False
-        self._checks: list[_ArgumentCheck] = []
+        self.checks: list[ArgumentCheck] = []
         self._programs: dict[Any, HostProgram] = {}  # by the jaxpr's text and its constants
 
     def install(self, tracers: Sequence[Any]) -> None:
         """Begin a trace. `tracers`: the tracers of the arguments, in their order."""
-        self._checks.clear()
+        self.checks.clear()
         self._tracers = tracers  # kept alive, so that their ids are not reused
         self._positions = {id(tracer): i for i, tracer in enumerate(tracers)}
 
-    def each_call(self, buffer: Buffer, place: Any, check: Callable[[np.ndarray[Any, Any]], None]) -> None:
-        """Call `check` with the values of a view of an argument, now and before each call, unless the trace has written to it."""
-        position = self._positions.get(id(buffer.value))
-        if position is not None:
-            self._checks.append(_ArgumentCheck(position, buffer.shape, place, check))
-            self._checks[-1](self._hosts[position])
+    def each_call(self, tensor: torch.Tensor, check: BeforeCall) -> bool:
+        """Call `check` with the values of (a view of) an argument, now and before each call, unless the trace has written to it.
+
+        Returns:
+            Whether the program has to look instead: at a view, which has other sizes in calls with other sizes.
+        """
+        position = self._positions.get(id(buffer_of(tensor).value))
+        if position is None:
+            return False
+        made = ArgumentCheck.of(position, tensor, check)
+        if made.place is not None and are_sizes_open():
+            return True
+        self.checks.append(made)
+        made(self._hosts[position])
+        return False
 
     @property
     def is_used(self) -> bool:
         """Whether the program has known inputs."""
-        return bool(self._sources or self._checks or self.followed)
-
-    @property
-    def has_checks(self) -> bool:
-        """Whether arguments are checked before each call."""
-        return bool(self._checks)
-
-    def check_arguments(self, arguments: Sequence[Argument]) -> None:
-        """Check the known values of the arguments of a call."""
-        for check in self._checks:
-            check(_values_of(arguments[check.argument]))
+        return bool(self._sources or self.checks or self.followed)
 
     def known_value(self, value: Any, states: dict[int, Buffer]) -> np.ndarray[Any, Any] | None:
         """The value of a tracer if the host knows all inputs that it depends on; else None.
@@ -313,6 +322,12 @@ class KnownInputs:
         return None
 
 
+def check_arguments(checks: Iterable[ArgumentCheck], arguments: Sequence[Argument]) -> None:
+    """Check the arguments of a call whose values the host knows."""
+    for check in checks:
+        check(_values_of(arguments[check.argument]))
+
+
 def _values_of(argument: Argument) -> np.ndarray[Any, Any] | None:
     """The values of an argument or of state if the host knows them and keeps those of its kind; else None."""
     if isinstance(argument, Buffer):
@@ -339,4 +354,4 @@ def _shown(value: np.ndarray[Any, Any]) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-__all__ = ["Argument", "KnownInputs"]
+__all__ = ["Argument", "ArgumentCheck", "KnownInputs", "check_arguments"]

@@ -10,7 +10,8 @@ import torch
 from mesh import ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
-from spmd.device._storage import Buffer, Recorder, recording
+from spmd.device._storage import Buffer, recording
+from spmd.device._trace_recorder import Recorder
 from spmd.program.trace._buffer_use import TraceRecorder
 
 
@@ -77,8 +78,9 @@ class Part:
     def known_count(self, value: Any) -> int | None:
         return self.outer.known_count(value)
 
-    def each_call(self, tensor: torch.Tensor, look: Any) -> None:
-        """No check: a call need not run the part."""
+    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+        """False: a call need not run the part, and no flag can leave it."""
+        return False
 
     def makes_host_copy(self) -> bool:
         """False: it could leave the part by a way that is not its result."""
@@ -87,8 +89,12 @@ class Part:
     def host_read(self, tensor: torch.Tensor) -> None:
         self.outer.host_read(tensor)
 
-    def expect(self, flag: Any, check: Check) -> bool:
+    @property
+    def takes_checks(self) -> bool:
         """False: a flag that is computed in a part cannot leave it."""
+        return False
+
+    def expect(self, flag: Any, check: Check) -> bool:
         return False
 
     def random_state(self) -> tuple[Any, int]:

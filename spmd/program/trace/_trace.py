@@ -294,10 +294,16 @@ class Trace:
     def _recorder(self, words: Any, arguments: list[Any]) -> TraceRecorder:
         if self.known is not None:
             self.known.install(arguments)
-        draws, counts = default_stream.draws, self.settings.has_counts
-        counters, platform = self.torch_state.counters, self.options.platform
         return TraceRecorder(
-            words, draws, counters, platform=platform, known=self.known, has_counts=counts, copies_leave=True, as_number=self.numbers.known
+            words,
+            default_stream.draws,
+            self.torch_state.counters,
+            platform=self.options.platform,
+            known=self.known,
+            is_stacked=self.arguments.is_stacked,
+            has_counts=self.settings.has_counts,
+            copies_leave=True,
+            as_number=self.numbers.known,
         )
 
     def _recording_arguments(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:
