@@ -77,6 +77,26 @@ def test_training_with_an_uneven_vocabulary_equals_cpu_torch(shape: tuple[int, i
             assert not value.dim() or value.shape[0] in (VOCABULARY, WIDTH)
 
 
+@pytest.mark.parametrize("spec", [("model", None), (None, "data")])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Rprop, torch.optim.RMSprop, torch.optim.NAdam])
+def test_a_parameter_without_a_gradient_has_its_value_after_the_first_step(kind: Any, spec: Any) -> None:
+    grid = mesh.Mesh(range(8), (2, 4), ("data", "model"))
+    unused, used = (spmd.mark_sharding(torch.arange(15.0).reshape(5, 3).to("jax"), grid, spec).requires_grad_() for _ in range(2))
+    optimizer = kind([unused, used], 0.1)
+
+    @spmd.compile
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (used * 2).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(2):
+        step()
+        assert torch.equal(unused.detach().cpu(), torch.arange(15.0).reshape(5, 3))
+
+
 def collectives_of(vocabulary: int) -> Any:
     grid = mesh.Mesh(range(8), (2, 4), ("data", "model"))
     _, device = pair(grid, vocabulary)

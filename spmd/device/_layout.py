@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import mesh
 from spmd.base._jax import is_tracer
-from spmd.device._storage import buffer_of
+from spmd.device._storage import Buffer, buffer_of
 
 _LAYOUT = "spmd_sharding"
 _STATE = "spmd_state_sharding"
@@ -52,6 +52,7 @@ def set_state_sharding(parameter: torch.Tensor, sharding: mesh.ShardingSpec) -> 
     """Give the gradient and optimizer state of `parameter` another layout than the parameter."""
     if parameter.device.type == "jax":
         buffer_of(parameter).state_annotation = sharding
+        Buffer.marks += 1
     else:
         vars(parameter)[_STATE] = sharding.to_dict()
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spmd.device._layout import annotation_of, hand_over
+from spmd.patches._moved_gradients import MovedGradients
 from spmd.patches._table import replace
 from spmd.sharding._tensor import XLAShardedTensor, become_sharded
 
@@ -39,7 +40,8 @@ def register() -> None:
 
 @functools.wraps(_torchs_apply)
 def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    return show_layouts(_torchs_apply(self, fn if isinstance(fn, _Moved) else _Moved(fn), recurse))
+    with MovedGradients(self):
+        return show_layouts(_torchs_apply(self, fn if isinstance(fn, _Moved) else _Moved(fn), recurse))
 
 
 def show_layouts(module: nn.Module) -> nn.Module:

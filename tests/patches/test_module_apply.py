@@ -1,6 +1,7 @@
 """A module that moves to the device and back keeps its parameters the objects they are."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 import mesh
 import spmd
+from spmd import DroppedValueError
+from tests.oracle import assert_same, batch, descend, twins
 
 
 class Tied(nn.Module):
@@ -110,6 +113,52 @@ def test_lazy_modules_get_their_shapes_on_the_device() -> None:
     assert model(torch.ones(2, 4).to("jax")).shape == (2, 3)
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"jax"}
     assert type(model[0].weight) is nn.Parameter
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "cpu": nn.Module.cpu,
+    "half": nn.Module.half,
+    "double": nn.Module.double,
+    "there and back": lambda model: model.cpu().to("jax"),
+    "in another dtype": lambda model: model.cpu().double().to("jax"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_gradient_that_was_not_kept_is_none_that_is_kept_after_a_conversion(name: str) -> None:
+    host, device = twins()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (host, device)]
+    step = spmd.compile(lambda x: descend(device, optimizers[1], x))
+    x = batch(8, 8, seed=0)
+    assert_same(step(x.to("jax")), descend(host, optimizers[0], x))
+    host.load_state_dict({key: value.cpu() for key, value in device.state_dict().items()})
+    assert CONVERSIONS[name](device) is device
+    dtype = next(device.parameters()).dtype
+    host.to(dtype)
+    for p, ours in zip(host.parameters(), device.parameters(), strict=True):
+        assert_same(ours, p)
+        assert ours.grad is not None
+        assert (ours.grad.dtype, ours.grad.shape, ours.grad.device) == (dtype, p.shape, ours.device)
+        with pytest.raises(DroppedValueError, match="not kept"):
+            ours.grad.cpu().sum()
+    optimizers[1].zero_grad()
+    assert all(p.grad is None for p in device.parameters())
+    if dtype != torch.float16:
+        device(x.to(next(device.parameters()))).sum().backward()
+        optimizers[0].zero_grad()
+        host(x.to(dtype)).sum().backward()
+        for p, ours in zip(host.parameters(), device.parameters(), strict=True):
+            assert p.grad is not None and ours.grad is not None
+            assert_same(ours.grad, p.grad)
+
+
+def test_on_the_host_nothing_is_added_to_a_gradient_that_was_not_kept() -> None:
+    model = nn.Linear(3, 3).to("jax")
+    spmd.compile(lambda x: model(x).sum().backward())(torch.ones(2, 3).to("jax"))
+    model.cpu()
+    for read in (lambda: model(torch.ones(2, 3)).sum().backward(), model.weight.grad.numpy, lambda: repr(model.weight.grad)):  # pyright: ignore[reportOptionalMemberAccess]
+        with pytest.raises(DroppedValueError, match=r"call optimizer.zero_grad\(\) before the next backward"):
+            read()
 
 
 class OnSphere(torch.nn.Parameter):

@@ -106,6 +106,24 @@ def test_zeroing_between_calls_is_honoured(set_to_none: bool) -> None:
     assert step.num_executables == (1 if set_to_none else 2)
 
 
+def test_a_gradient_that_is_zeroed_between_calls_is_not_that_of_the_next_call() -> None:
+    _, device = twins()
+    optimizer = torch.optim.SGD(device.parameters(), lr=0.05)
+    step = spmd.compile(lambda x: descend(device, optimizer, x))
+    x = batch(8, 8, seed=0).to("jax")
+    step(x)
+    optimizer.zero_grad(set_to_none=False)
+    zeros = [p.grad for p in device.parameters()]
+    for _ in range(2):
+        step(x)
+        for p, zero in zip(device.parameters(), zeros, strict=True):
+            assert p.grad is not None and zero is not None
+            assert not zero.cpu().any()
+            with pytest.raises(spmd.DroppedValueError, match="not kept"):
+                p.grad.cpu()
+    assert step.num_traces == 1
+
+
 def test_gradients_that_are_never_zeroed_add_up_if_kept() -> None:
     host, device, step = run_both(never_zero, 4, keep_grads=True)
     assert_same_model(device, host)

@@ -11,7 +11,7 @@ from torch import nn
 
 import mesh
 import spmd
-from tests.oracle import assert_same, batch, descend
+from tests.oracle import assert_same, assert_same_model, batch, descend
 
 Edit = Callable[[Any, list[nn.Parameter]], None]
 
@@ -549,6 +549,26 @@ def test_state_that_was_marked_itself_keeps_its_mark(mesh_4x2: mesh.Mesh) -> Non
     spmd.mark_sharding(layer.weight, mesh_4x2, ("model", None))
     step(x)
     assert tuple(momentum.partition_spec) == (None, "model") and tuple(layer.weight.partition_spec) == ("model", None)
+
+
+@pytest.mark.multidevice(num=8)
+def test_another_sharding_of_the_state_is_used_from_the_next_step_on(mesh_4x2: mesh.Mesh) -> None:
+    host, device = nn.Linear(8, 8), nn.Linear(8, 8).to("jax")
+    host.load_state_dict({key: value.cpu() for key, value in device.state_dict().items()})
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (host, device)]
+    spmd.mark_sharding(device.weight, mesh_4x2, ("model", None))
+    step = spmd.compile(lambda x: descend(device, optimizers[1], x))
+    specs: list[Any] = [("model", None), (None, "data"), ("data", "model")]
+    for spec in specs:
+        if spec is not specs[0]:
+            spmd.set_state_sharding(device.weight, mesh_4x2, spec)
+        for seed in range(2):
+            x = batch(8, 8, seed=seed)
+            assert_same(step(spmd.mark_sharding(x.to("jax"), mesh_4x2, ("data", None))), descend(host, optimizers[0], x))
+            assert tuple(spmd.to_jax(optimizers[1].state[device.weight]["exp_avg"]).sharding.spec) == spec
+    assert_same_model(device, host)
+    assert step.num_traces == 3
+    assert "the optimizer's state of a parameter of shape [8, 8] changed" in str(step.retraces[0])
 
 
 @pytest.mark.multidevice(num=8)

@@ -196,6 +196,24 @@ def test_layers_with_other_settings_are_refused(layers: list[nn.Module], text: s
         spmd.scan_layers(layers, torch.ones(2, 2).to("jax"))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (lambda c, x: (c[None], x), r"from torch.float32\[2\]\n  to torch.float32\[1, 2\]"),
+        (lambda c, x: (c.double(), x), r"from torch.float32\[2\]\n  to torch.float64\[2\]"),
+        (lambda c, x: ([c], x), "to the same leaves in other containers"),
+        (lambda c, x: c, r"returns a pair, \(carry, y\)"),
+        (lambda c, x: (c, x, x), "got 3 values"),
+    ],
+)
+def test_scan_refuses_a_body_that_returns_something_else(body: Any, text: str, compiled: bool) -> None:
+    xs = torch.ones(3, 2, device="jax")
+    run = (lambda xs: spmd.scan(body, xs[0], xs)) if not compiled else spmd.compile(lambda xs: spmd.scan(body, xs[0], xs))
+    with pytest.raises(spmd.SpmdError, match=text):
+        run(xs)
+
+
 def test_scan_refuses_what_it_cannot_do() -> None:
     xs = torch.ones(3, 2, device="jax")
     refused = {
@@ -208,8 +226,8 @@ def test_scan_refuses_what_it_cannot_do() -> None:
     for given, text in refused.items():
         with pytest.raises(spmd.SpmdError, match=text):
             spmd.scan(lambda c, x: (c, x), xs[0], given)
-    with pytest.raises(spmd.SpmdError, match=r"from torch.float32\[2\]\n  to torch.float32\[1, 2\]"):
-        spmd.compile(lambda xs: spmd.scan(lambda c, x: (c[None], x), xs[0], xs))(xs)
+    with pytest.raises(spmd.SpmdError, match="spmd.scan takes a function, got 3"):
+        spmd.scan(3, xs[0], xs)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     total = torch.zeros(2, device="jax")
     with pytest.raises(spmd.TraceError, match="writes in place to a tensor from outside"):
         spmd.compile(lambda xs: spmd.scan(lambda c, x: (c, total.add_(x)), xs[0], xs))(xs)

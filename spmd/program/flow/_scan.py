@@ -45,10 +45,12 @@ def scan(
         (carry, ys) with the leaves of ys stacked along a new first dim of size n; None leaves stay None.
 
     Raises:
-        SpmdError: xs is empty or has a leaf without a first dim, first dims differ in size, or the carry changes its structure, shapes
-            or dtypes.
+        SpmdError: `fn` is not a function or returns no pair, xs contains no tensor or has a leaf without a first dim, first dims differ in
+            size, or the carry changes its structure, shapes or dtypes.
         TraceError: inside a compiled function, `fn` writes in place to a tensor from outside.
     """
+    if not callable(fn):
+        raise SpmdError(message(f"spmd.scan takes a function, got {shown(fn)}", *called_at(), fix="spmd.scan(fn, init, xs)"))
     flat_xs, xs_tree = pytree.tree_flatten(xs)
     length = _common_length(flat_xs)
     if length == 0 or recording.get() is None:
@@ -181,9 +183,38 @@ def _must_agree(name: str, value: Any) -> bool:
 def _loop(fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, flat_xs: list[torch.Tensor], xs_tree: Any, length: int) -> tuple[Any, Any]:
     ys: list[Any] = []
     for i in range(length):
-        carry, y = fn(carry, pytree.tree_unflatten([x[i] for x in flat_xs], xs_tree))
+        flat_carry, tree = pytree.tree_flatten(carry)
+        carry, y = _checked(fn(carry, pytree.tree_unflatten([x[i] for x in flat_xs], xs_tree)), flat_carry, tree)
         ys.append(y)
     return carry, pytree.tree_map(lambda *slices: None if slices[0] is None else torch.stack(slices), *ys) if ys else None
+
+
+def _checked(result: Any, flat_carry: list[Any], carry_tree: Any) -> tuple[Any, Any]:
+    """The result of an iteration, which got the carry `flat_carry`.
+
+    Raises:
+        SpmdError: it is not a pair, or its carry has another structure, shape or dtype.
+    """
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else shown(result)
+        raise SpmdError(message("the function of spmd.scan returns a pair, (carry, y)", f"got {got}", fix="return carry, None"))
+    new, y = result
+    flat, tree = pytree.tree_flatten(new)
+    before, after = ([_kind(leaf) for leaf in leaves] for leaves in (flat_carry, flat))
+    if tree != carry_tree or before != after:
+        raise SpmdError(
+            message(
+                "the carry of a scan changed",
+                f"from {', '.join(before)}",
+                f"to {', '.join(after)}" if before != after else "to the same leaves in other containers",
+                fix="return a carry like the one given",
+            )
+        )
+    return new, y
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
 class _Scanned:
@@ -198,14 +229,9 @@ class _Scanned:
 
         def one(*tensors: torch.Tensor) -> Any:
             carry = pytree.tree_unflatten(list(tensors[: self.num_carry]), self.carry_tree)
-            new, y = fn(carry, pytree.tree_unflatten(list(tensors[self.num_carry :]), xs_tree))
-            flat, tree = pytree.tree_flatten(new)
-            if tree != self.carry_tree or [(t.shape, t.dtype) for t in flat] != [(t.shape, t.dtype) for t in self.flat_init]:
-                then, now = (", ".join(f"{t.dtype}{list(t.shape)}" for t in ts) for ts in (self.flat_init, flat))
-                raise SpmdError(
-                    message("the carry of a scan changed", f"from {then}", f"to {now}", fix="return a carry like the one given")
-                )
-            return flat, y
+            result = fn(carry, pytree.tree_unflatten(list(tensors[self.num_carry :]), xs_tree))
+            new, y = _checked(result, self.flat_init, self.carry_tree)
+            return pytree.tree_leaves(new), y
 
         wanted = [torch.is_grad_enabled() and t.is_floating_point() for t in self.flat_init]  # a gradient may flow between iterations
         wanted += [torch.is_grad_enabled() and t.requires_grad for t in flat_xs]

@@ -246,12 +246,13 @@ class _InitialStateRecorder:
         first: for each buffer that the step created, its first value; None while it was created on the host and not read.
         before: value and host value of each older buffer that was written.
         existing: ids of the arrays that were read from older buffers.
+        seen: the older buffers that were read.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
         self.first: dict[Buffer, Any] = {}
         self.before: dict[Buffer, tuple[Any, Any]] = {}
-        self.existing: set[int] = set()
+        self.existing, self.seen = set[int](), set[Buffer]()
         self.words: Any = None
         self.scalars: dict[Any, Any] = {}
         self.finite: list[tuple[str, Any]] = []
@@ -266,6 +267,7 @@ class _InitialStateRecorder:
     def read(self, buffer: Buffer) -> None:
         buffer.reads.clear()
         if buffer not in self.first:
+            self.seen.add(buffer)
             self.existing.add(id(buffer.value))
         elif self.first[buffer] is None:  # created on the host
             self.first[buffer] = buffer.value
@@ -277,9 +279,10 @@ class _InitialStateRecorder:
             self.before.setdefault(buffer, (buffer.value, buffer.host))
 
     def put_back(self) -> None:
-        """Restore the values of all older buffers."""
+        """Restore the values of all older buffers, and forget what was read of them: windows and values without padding are tracers."""
         for buffer, (value, host) in self.before.items():
             buffer.value, buffer.host = value, host
+        for buffer in (*self.before, *self.seen):
             buffer.reads.clear()
 
     def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:

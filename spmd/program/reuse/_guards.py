@@ -93,13 +93,16 @@ def _window(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
 
 
 def guard_annotations(guards: Guards, buffers: list[Buffer]) -> None:
-    """Guard that no state tensor was marked with another sharding."""
-    kept = [b.annotation for b in buffers]
+    """Guard that no state tensor was marked with another sharding, nor given another one for its gradient and optimizer state."""
+    kept = [(b.annotation, b.state_annotation) for b in buffers]
 
     def check() -> str | None:
-        for buffer, annotation in zip(buffers, kept, strict=True):
+        for buffer, (annotation, of_state) in zip(buffers, kept, strict=True):
             if buffer.annotation is not annotation and buffer.annotation != annotation:
                 return f"the sharding of a state tensor of shape {list(buffer.shape)} changed from {annotation} to {buffer.annotation}"
+            if buffer.state_annotation is not of_state and buffer.state_annotation != of_state:
+                then, now = (f"that of the parameter, {annotation}" if s is None else s for s in (of_state, buffer.state_annotation))
+                return f"the sharding of the optimizer's state of a parameter of shape {list(buffer.shape)} changed from {then} to {now}"
         return None
 
     guards.add(check, numbers=[(_marks, [Buffer])])

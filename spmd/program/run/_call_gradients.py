@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from spmd.device._layout import state_sharding_of
+from spmd.device._left_values import LeftValues
 from spmd.device._storage import buffer_of, wrap, wrap_stored, wrap_strided
 from spmd.program.find._objects import flatten
 from spmd.program.run._program_call import ProgramCall
 from spmd.program.run._state_arrays import StateArrays
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._gradients import DROPPED_GRADIENT
 from spmd.program.trace._memory_order import is_permuted
 
 _grad = attrgetter("grad")
@@ -36,13 +38,21 @@ class CallGradients:
         self._captured, self._keep = captured, keep
         slots = captured.state.slots
         self._slots = [(slots[b], state, i) for state in (written, read) for i, b in enumerate(state.buffers) if b in slots]
-        found = captured.outputs.gradients
-        # Without values, every call stores the same gradient tensors.
+        self._found = found = list(captured.outputs.gradients)
+        # Without values, every call stores the same gradient tensors, until one of them is written.
         self._is_constant = not keep and all(isinstance(owner, torch.Tensor) for owner, _ in found)
         self._is_stored = False
-        self._parameters, self._gradients = [p for p, _ in found], [grad for _, grad in found]
+        self._note_gradients()
         self.flags = captured.outputs.flags
         self.has_inputs, self.has_results = bool(self._slots), bool(found or captured.state.born)
+
+    def _note_gradients(self) -> None:
+        """Note the tensors without values that calls store. A write to one clears its entry. See Note [Values that are left]."""
+        found = [(p, grad) for p, grad in self._found if grad is not None] if self._is_constant else []
+        self._left = LeftValues(buffer_of(grad) for _, grad in found)
+        missing = [p for p, grad in self._found if grad is None]
+        self._parameters = [*(p for p, _ in found), *missing]
+        self._left.values = [*(grad for _, grad in found), *(None for _ in missing)]
 
     def bind(self, call: ProgramCall) -> None:
         """Put the buffers of the current gradients into the state of the call."""
@@ -62,7 +72,7 @@ class CallGradients:
 
         This runs before the call, right after the guards have read the same attributes.
         """
-        self._is_stored = self._is_constant and all(map(is_, map(_grad, self._parameters), self._gradients))
+        self._is_stored = self._is_constant and all(map(is_, map(_grad, self._parameters), self._left.values))
 
     def store(self, call: ProgramCall) -> None:
         """Store the gradients in `.grad` of their leaves, and the values of new optimizer state in its tensors."""
@@ -84,7 +94,8 @@ class CallGradients:
 
     def _store_gradients(self, call: ProgramCall, values: Any) -> None:
         made: dict[int, torch.Tensor] = {}  # one tensor may be the gradient of several leaves
-        for owner, grad in self._captured.outputs.gradients:
+        is_written = False
+        for i, (owner, grad) in enumerate(self._found):
             leaf = owner if isinstance(owner, torch.Tensor) else self._leaves_of(call)[owner]
             new = grad
             if grad is not None and self._keep:
@@ -94,8 +105,16 @@ class CallGradients:
                 else:
                     new = wrap(value) if value.shape == shape or spec is None else wrap_stored(value, shape, spec)
                 new = made.setdefault(id(grad), new)
+            elif grad is not None and buffer_of(grad).dropped is None:  # written since: it stays what a reference to it expects
+                new = made.get(id(grad))
+                if new is None:
+                    new = made[id(grad)] = torch.empty_like(grad)
+                    buffer_of(new).drop(DROPPED_GRADIENT)
+                self._found[i], is_written = (owner, new), True
             if leaf.grad is not new:
                 leaf.grad = new
+        if is_written:
+            self._note_gradients()
 
     def _leaves_of(self, call: ProgramCall) -> list[Any]:
         return flatten(call.given, classes=self._captured.inputs.holders).leaves
