@@ -32,6 +32,8 @@ OPS: dict[str, Op] = {
     "scatter": lambda w, i: w.scatter(0, i[:, None], 1.0),
     "scatter_add": lambda w, i: w.scatter_add(0, i[:, None], w[:2, :1]),
     "index_add": lambda w, i: w.index_add(0, i, w[:2]),
+    "index_add of a vector": lambda w, i: w[:, 0].index_add(0, i, w[:2, 0]),
+    "index_add of columns": lambda w, i: w.mT.index_add(1, i, w.mT[:, :2]),
     "index_copy": lambda w, i: w.index_copy(0, i, w[:2]),
     "index_fill": lambda w, i: w.index_fill(0, i, 1.0),
     "take": lambda w, i: w[:, 0].take(i),
@@ -73,6 +75,14 @@ def test_an_index_is_accepted_or_refused_as_by_the_cpu(name: str) -> None:
         else:
             for got in (known, found):
                 torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("op", [lambda w, i: w.index_add(0, i, w[:2]), lambda w, i: w.index_reduce(0, i, w[:2], "amax")])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_class_of_the_error_is_that_of_the_cpus_kernel(op: Op, dtype: torch.dtype) -> None:
+    w, i = torch.arange(12.0).reshape(4, 3), torch.tensor([1, 7], dtype=dtype)
+    assert type(outcome(op, w.to("jax"), i.to("jax"))) is type(outcome(op, w, i))
 
 
 def test_eager_operations_check_where_they_are_asked_to() -> None:
