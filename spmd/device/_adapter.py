@@ -42,8 +42,7 @@ _ARRAYS = (jax.Array, np.ndarray)
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 _LARGEST_FLOAT, _LARGEST_INT = torch.finfo(torch.float32).max, torch.iinfo(torch.int32).max
 _HALF = (torch.float16, torch.bfloat16)
-_INT64_VECTOR = torch.zeros(1, dtype=torch.int64)
-_INT32_SCALAR = torch.zeros((), dtype=torch.int32)
+_INT64_VECTOR, _INT32_SCALAR = torch.zeros(1, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
 
 
 class _Dynamic:
@@ -92,7 +91,7 @@ class Plan:
         kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
         if self.lowering.random:
             args.insert(0, None if key is None else jax.random.wrap_key_data(key))
-        with np.errstate(over="ignore"):  # a Python number that the dtype cannot represent is infinite, as in torch
+        with np.errstate(over="ignore"), self.meta_check.explaining(dynamic):  # a number that the dtype cannot hold is infinite
             out = self.lowering.rule(*args, **kwargs)
         updated: tuple[Any, ...] = ()
         if self.lowering.updates:
@@ -283,6 +282,7 @@ class Adapter:
             plan.check(dynamic)  # a refused call must not add a plan or draw a random number
             self.plans[found] = plan
         if refused is not None:
+            plan.check(dynamic)
             raise refused
         return plan, dynamic
 

@@ -24,7 +24,8 @@ from spmd.device._host_answers import host_answer
 from spmd.device._host_copies import HostCopy, makes_host_copy, refuse_to_write
 from spmd.device._layout import annotation_of, hand_over
 from spmd.device._numbers import lifted, needs_value
-from spmd.device._refusals import check_expands, check_in_place, check_overlap
+from spmd.device._overlaps import check_in_place, check_overlap
+from spmd.device._refusals import check_expands
 from spmd.device._storage import (
     buffer_of,
     is_whole,
@@ -103,7 +104,8 @@ def _wrapped_like(value: Any, source: torch.Tensor, memory_format: Any) -> torch
 
 def _keeps_strides(source: torch.Tensor, memory_format: Any) -> bool:
     preserve = memory_format is None or memory_format == torch.preserve_format
-    return preserve and not source.is_contiguous() and fills_block(tuple(source.shape), source.stride())
+    is_strided = not source.is_contiguous() or 0 in source.shape  # an empty tensor is contiguous with any strides
+    return preserve and is_strided and fills_block(tuple(source.shape), source.stride())
 
 
 def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:

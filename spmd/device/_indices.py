@@ -266,6 +266,13 @@ def _of_margins(text: str, ignored: int | None = None) -> Callable[[dict[str, An
     return bounds
 
 
+def _of_sums(named: dict[str, Any]) -> Iterator[Bound]:
+    """Bounds of `index_add`, which the CPU computes by `scatter_add` if the index can be expanded to the shape of `source`."""
+    self, index = named["self"], named["index"]
+    is_expanded = index.dtype == torch.int64 and self.dim() > 1 and (self.dim() == 2 or named["dim"] % self.dim() == 0)
+    yield from (_along(_GATHERED, RuntimeError) if is_expanded else _along(_SELECTED, IndexError))(named)
+
+
 _GATHERED = "index {} is out of bounds for dimension {dim} with size {size}"
 _SELECTED = "index out of range in self: {}"
 BOUNDS: dict[str, Bounds] = {
@@ -279,7 +286,8 @@ BOUNDS: dict[str, Bounds] = {
     "index_select": _along(_SELECTED, IndexError),
     "index_fill": _along(_SELECTED, IndexError, takes_negative=True),
     "index_copy": _along(f"index_copy_(): {_GATHERED}", IndexError),
-    **dict.fromkeys(("index_add", "index_reduce"), _along(_SELECTED, RuntimeError)),
+    "index_add": _of_sums,
+    "index_reduce": _along(_SELECTED, IndexError),
     **dict.fromkeys(("take", "put"), _of_elements),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"), _of_classes),
 }

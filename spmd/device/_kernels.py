@@ -26,7 +26,8 @@ from spmd.device._deferred import Deferrable
 from spmd.device._host_counters import updated
 from spmd.device._indices import checked_composite
 from spmd.device._only_device import on_only_device, takes_device
-from spmd.device._refusals import WRITES_APART, check_cast, check_in_place, check_out, check_overlap, check_results, require_apart
+from spmd.device._overlaps import WRITES_APART, check_in_place, check_out, check_overlap, require_apart
+from spmd.device._refusals import check_cast, check_results
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.device._whole import WholeOp
 from spmd.lowering import Lowering, lookup, lowerings

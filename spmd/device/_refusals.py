@@ -16,18 +16,24 @@ import math
 import re
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax
 import torch
 
 from spmd.base._convert import scalar_type
 from spmd.base._errors import SpmdError, UnsupportedOpError, called_at, message
-from spmd.base._torch import DisableAutocast, OpOverload, custom_operators, disable_current_modes, dispatch_has_kernel_for_dispatch_key
+from spmd.base._torch import (
+    DisableAutocast,
+    LinAlgError,
+    OpOverload,
+    custom_operators,
+    disable_current_modes,
+    dispatch_has_kernel_for_dispatch_key,
+)
 from spmd.device._numbers import number_of, sample
-from spmd.device._storage import buffer_of, is_device_tensor
 
 _FEW = 2**16  # total number of elements up to which the real shapes are used
 _LARGEST = torch.iinfo(torch.int64).max
@@ -36,6 +42,10 @@ _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 _IS_OF_DTYPES = re.compile(r"[Tt]ype|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long|a long tensor")
 # Ops for which accelerators accept more than the CPU: `histc` counts integers, and a 16-bit batch norm keeps statistics in float32.
+_IS_OF_SHAPES = re.compile(r"\b(dims?|dimensions?|dimensional|sizes?|shapes?|vector|matrix|\d-?D|number of elements)\b", re.IGNORECASE)
+_IS_OF_SELECTED = re.compile("broadcast together|cannot be broadcast to indexing result")
+# Their sizes have to agree with values of tensors, which are not those of the call here.
+_SIZES_ARE_VALUES = frozenset({"aten::lu_unpack", "aten::repeat_interleave", "aten::segment_reduce"})
 _OTHER_ON_ACCELERATORS = {"aten::histc", "aten::native_batch_norm_backward"}
 _LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
 # Ops that move elements, which other accelerators have for float8 too. They have none that compute.
@@ -69,10 +79,9 @@ class MetaCheck:
         accepted: combinations of shapes that torch accepted.
         holes: positions of the device tensors' values.
         is_complete: whether the call has every required argument and the op has a meta kernel, so that torch can run it.
-        has_dtypes_open: whether the CPU refused all shapes so far for another reason than dtypes, which then may be wrong too.
     """
 
-    __slots__ = ("accepted", "args", "has_dtypes_open", "holes", "is_complete", "kwargs", "op")
+    __slots__ = ("accepted", "args", "holes", "is_complete", "kwargs", "op")
 
     def __init__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.op = op
@@ -80,15 +89,13 @@ class MetaCheck:
         self.kwargs = {name: arg for name, arg in kwargs.items() if name != "generator"}
         self.holes = [hole.index for hole in _tensor_slots((*args, *kwargs.values()))]
         self.accepted: set[Any] = set()
-        self.has_dtypes_open = False
         rest = op._schema.arguments[len(args) :]  # C++ omits defaults of an in-place form, which the functional form may lack
         self.is_complete = all(a.has_default_value() or a.name in kwargs for a in rest) and _has_fake(op)
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise torch's error for arrays of these shapes, unless it has accepted them before."""
         if tuple([values[index].shape for index in self.holes]) not in self.accepted:
-            if self.has_dtypes_open:
-                self.check_dtypes(values, draws=True)
+            self.check_dtypes(values, draws=True)
             self.results(values)
 
     def results(self, values: Sequence[Any]) -> Dtypes:
@@ -117,10 +124,10 @@ class MetaCheck:
         return _dtypes(out)
 
     def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> OnCpu | None:
-        """Raise CPU torch's error for arguments of these dtypes, which meta kernels seldom check.
+        """Raise CPU torch's error for arguments of these dtypes, which meta kernels seldom check, or of these shapes.
 
-        Runs once per plan, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes are ignored, and the
-        next shapes are then checked too. Errors because the CPU has no kernel for a 16-bit float are ignored: accelerators have one.
+        Runs once per combination of shapes, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes or
+        from the zeros are ignored. Errors because the CPU has no kernel for a 16-bit float are ignored: accelerators have one.
 
         Args:
             draws: whether the op draws random numbers, which must not advance the user's stream.
@@ -141,18 +148,38 @@ class MetaCheck:
             warnings.simplefilter("always")
             try:
                 out = self._run("cpu", shapes, args)
-                self.has_dtypes_open = False
                 return OnCpu(_dtypes(out), [str(warning.message) for warning in warned])
             except IndexError as error:  # an index out of bounds of the small dim may be valid in the large one
                 if (is_whole or _IS_OF_DTYPES.search(str(error))) and not self._is_of_masks_values(error):
                     raise
-                self.has_dtypes_open = True
             except (RuntimeError, TypeError, ValueError) as error:
                 text = str(error)
+                if is_whole and self._is_of_shapes(error):
+                    raise
                 if _IS_OF_DTYPES.search(text) and not (self._lacks_only_a_kernel(text) and self._takes_float32(shapes, args)):
                     raise
-                self.has_dtypes_open = not _IS_OF_DTYPES.search(text)
         return None
+
+    def _is_of_shapes(self, error: Exception) -> bool:
+        """Whether an error depends on the shapes of the arguments and not on their values."""
+        if isinstance(error, LinAlgError) or self.op._schema.name in _SIZES_ARE_VALUES or self._is_of_masks_values(error):
+            return False
+        return _IS_OF_SHAPES.search(str(error)) is not None
+
+    @contextlib.contextmanager
+    def explaining(self, values: Sequence[Any]) -> Generator[None]:
+        """If a rule fails for these arrays, raise the CPU's error instead where the CPU refuses their shapes too."""
+        try:
+            yield
+        except (TypeError, ValueError, IndexError) as error:
+            if isinstance(error, SpmdError | jax.errors.JAXTypeError | jax.errors.JAXIndexError) or not self.is_complete:
+                raise
+            try:
+                self._run("cpu", {index: tuple(values[index].shape) for index in self.holes})
+            except (RuntimeError, IndexError) as on_cpu:
+                if self._is_of_shapes(on_cpu):
+                    raise on_cpu from error
+            raise
 
     def _lacks_only_a_kernel(self, text: str) -> bool:
         """Whether the CPU's error says that it has no kernel for a short float, for which accelerators have one."""
@@ -175,9 +202,9 @@ class MetaCheck:
                 if not self._is_of_masks_values(error):
                     raise
 
-    def _is_of_masks_values(self, error: IndexError) -> bool:
+    def _is_of_masks_values(self, error: Exception) -> bool:
         """Whether the error is only about the number of elements that a mask selects: a mask of zeros selects none."""
-        return "broadcast together" in str(error) and any(slot.dtype in _MASKS for slot in _tensor_slots(self.args))
+        return _IS_OF_SELECTED.search(str(error)) is not None and any(slot.dtype in _MASKS for slot in _tensor_slots(self.args))
 
     def _cut_args(self) -> list[Any]:
         """The arguments, with small sizes in place of those of a large result that the CPU would allocate (`slice_backward`)."""
@@ -295,99 +322,6 @@ def range_of(number: Any) -> Any:
     return (bisect_left(_HIGHS, number), bisect_right(_LOWS, number)) if math.isfinite(number) else str(number)
 
 
-# Ops that write to an expanded tensor on the CPU too, because they repeat one number or do not check.
-# fmt: off
-_WRITES_EXPANDED = frozenset({
-    "addmv_", "baddbmm_", "conj_physical_", "fill", "fill_", "full", "index_fill", "index_put", "masked_fill", "ones", "threshold",
-    "tril", "triu", "zeros",
-})
-# Ops that may not write to a tensor that they read, not even to the same window.
-_READS_ALL_ALONG = frozenset({"cat", "gather", "index_select", "kthvalue", "linalg_cross", "masked_select", "take"})
-# In-place ops that may not read the tensor that they write to; pointwise ops may read the same window.
-WRITES_APART = frozenset({"index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce"})
-# fmt: on
-_SHARED = (
-    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
-    "Please clone() the tensor before performing the operation."
-)
-
-
-def check_in_place(name: str, target: torch.Tensor) -> None:
-    """Raise torch's error for writing to a tensor whose elements share memory.
-
-    Args:
-        name: name of the op without its overload.
-        target: the tensor to write to.
-
-    Raises:
-        RuntimeError: a dim of `target` is expanded.
-    """
-    if target.is_contiguous() or name in _WRITES_EXPANDED:
-        return
-    if any(step == 0 and size > 1 for size, step in zip(target.shape, target.stride(), strict=True)):
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            "Please clone() the tensor before performing the operation."
-        )
-
-
-def require_apart(name: str, target: torch.Tensor) -> None:
-    """Raise if an op that reads the tensor it writes to, or writes a part of it, gets overlapping windows (`x.unfold(0, 3, 1).add_(1)`).
-
-    CPU torch's result depends on its order of evaluation. Its documentation asks for a clone, but it raises only for expanded dims.
-
-    Raises:
-        SpmdError: two elements of `target` share memory.
-    """
-    reach = 0
-    for step, size in sorted((s, n) for n, s in zip(target.shape, target.stride(), strict=True) if n > 1):
-        if step <= reach:
-            places = np.zeros((), np.int64)
-            for n, s in zip(target.shape, target.stride(), strict=True):
-                places = places[..., None] + np.arange(n) * s
-            if np.unique(places).size < places.size:
-                what = f"in-place {name} on a view whose elements share memory: shape {tuple(target.shape)}, strides {target.stride()}"
-                raise SpmdError(message(what, *called_at(), fix="clone the view first, and write the result back where it belongs"))
-            return
-        reach += (size - 1) * step
-
-
-def check_out(name: str, targets: Sequence[torch.Tensor], read: Iterable[Any]) -> None:
-    """Raise torch's error if a tensor that an op writes to (`out=`) overlaps with itself or with a tensor that the op reads.
-
-    Args:
-        name: name of the op without its overload.
-        targets: the tensors to write to.
-        read: the op's arguments.
-
-    Raises:
-        RuntimeError: elements share memory.
-    """
-    for target in targets:
-        check_in_place(name, target)
-    for arg in read:
-        if isinstance(arg, list | tuple):
-            check_out(name, targets, arg)
-        elif _is_shared(targets, arg, may_be_read=name not in _READS_ALL_ALONG):
-            raise RuntimeError(_SHARED)
-
-
-def check_overlap(name: str, target: torch.Tensor, read: Iterable[Any]) -> None:
-    """Raise torch's error if a tensor that is written in place partly overlaps with a tensor that the op reads.
-
-    Args:
-        name: name of the op without its overload.
-        target: the tensor to write to.
-        read: the op's other arguments.
-
-    Raises:
-        RuntimeError: two tensors overlap and are not the same window.
-    """
-    for arg in read:
-        if isinstance(arg, torch.Tensor) and _is_shared((target,), arg, may_be_read=name not in WRITES_APART):
-            raise RuntimeError(_SHARED)
-
-
 def check_expands(target: torch.Tensor, source: torch.Tensor) -> None:
     """Raise torch's error if `source` cannot be expanded to the shape of `target`, to which it is copied."""
     if source.dim() > target.dim():
@@ -450,39 +384,7 @@ def check_results(
     return on_cpu is None or any("resized" in text for text in on_cpu.warnings)
 
 
-def _is_shared(targets: Sequence[torch.Tensor], arg: Any, *, may_be_read: bool) -> bool:
-    if not isinstance(arg, torch.Tensor) or arg.device.type != "jax":
-        return False
-    return any(_overlap(target, arg, may_be_read=may_be_read) for target in targets)
-
-
-def _overlap(target: torch.Tensor, arg: torch.Tensor, *, may_be_read: bool) -> bool:
-    """Whether the two tensors overlap, by torch's test, which compares the extents of dense windows."""
-    if target is arg:
-        return not may_be_read
-    if not (is_device_tensor(target) and is_device_tensor(arg)):
-        return False
-    if not (target.numel() and arg.numel()) or buffer_of(target) is not buffer_of(arg):
-        return False
-    if not (_is_dense(target) and _is_dense(arg)):
-        return False
-    (start, stop), (first, last) = _extent(target), _extent(arg)
-    if (start, stop) == (first, last) and target.stride() == arg.stride():
-        return not may_be_read
-    return start < last and first < stop
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return start, start + tensor.numel() * tensor.itemsize
-
-
 __all__ = [
-    "WRITES_APART",
     "Dtypes",
     "TensorSlot",
     "MetaCheck",
@@ -491,9 +393,5 @@ __all__ = [
     "refuse_large_ints",
     "check_cast",
     "check_expands",
-    "check_in_place",
-    "check_out",
     "check_results",
-    "check_overlap",
-    "require_apart",
 ]

@@ -73,6 +73,10 @@ def _no_probabilities(lib: Any, values: Any) -> Any:
     return ~((values >= 0) & lib.isfinite(values)).all()
 
 
+def _is_not_finite(lib: Any, values: Any) -> Any:
+    return ~lib.isfinite(values).all()
+
+
 def _adds_to_zero(lib: Any, values: Any) -> Any:
     return (values.sum(-1) <= 0).any()
 
@@ -172,6 +176,16 @@ def _repeats(named: _Named) -> Iterator[Refused]:
         yield Refused(named["repeats"], _has_negative, "repeats can not be negative")
 
 
+def _range(named: _Named) -> Iterator[Refused]:
+    """Checks the range of `histc`, which is that of the data if its ends are equal."""
+    low, high = named.get("min", 0), named.get("max", 0)
+    if low == high:
+        if named["self"].is_floating_point() and named["self"].numel():
+            yield Refused(named["self"], _is_not_finite, "torch.histc: range of the data is not finite")
+    elif not (math.isfinite(low) and math.isfinite(high)):
+        raise RuntimeError(f"torch.histc: range of [{low:g}, {high:g}] is not finite")
+
+
 _CHANCE = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
 _DEVIATION = "normal expects all elements of std >= 0.0"
 _REMAINDERS = ("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", "fmod.Tensor", "fmod.Scalar")
@@ -181,6 +195,7 @@ REFUSED: dict[str, Callable[[_Named], Iterator[Refused]]] = {
     **dict.fromkeys(("floor_divide", "floor_divide.Scalar"), _divisor),
     "masked_scatter": _selected,
     "repeat_interleave.Tensor": _repeats,
+    "histc": _range,
     "multinomial": _weights,
     "bernoulli": _each("self", _not_in_unit, _CHANCE),
     "bernoulli.Tensor": _each("p", _not_in_unit, _CHANCE),

@@ -83,6 +83,8 @@ def _svd() -> Callable[..., Any]:
     def kernel(A: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> Any:
         if driver is not None:
             raise RuntimeError("torch.linalg.svd: keyword argument `driver=` is only supported on CUDA inputs with cuSOLVER backend.")
+        if A.ndim < 2:
+            raise RuntimeError("linalg.svd: The input tensor A must have at least 2 dimensions.")
         if A.numel():
             info = A.isnan().flatten(-2).any(-1).int() * _NOT_FINITE
             check_errors(info, "linalg.svd", is_matrix=A.ndim == 2, what=_DIVERGED)

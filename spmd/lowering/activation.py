@@ -192,7 +192,7 @@ def _prelu_kernel_backward(grad_output: Any, self: Any, weight: Any) -> Any:
 
 @lower("logit", pointwise=True)
 def logit(self: Any, eps: float | None = None) -> Any:
-    x = self if eps is None else jnp.clip(self, eps, 1 - eps)
+    x = self if eps is None else jnp.where(self < eps, eps, jnp.where(self > 1 - eps, 1 - eps, self))  # for eps > 0.5 too
     return jnp.log(x / (1 - x))
 
 

@@ -191,7 +191,12 @@ def linalg_matrix_exp(self: Any) -> Any:
     return jax.scipy.linalg.expm(wide(self), max_squarings=64)
 
 
-@lower("linalg_lstsq")
+def _require_driver(self: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> None:
+    if driver not in (None, "gels", "gelsy", "gelsd", "gelss"):
+        raise RuntimeError("torch.linalg.lstsq: parameter `driver` should be one of (gels, gelsy, gelsd, gelss)")
+
+
+@lower("linalg_lstsq", check=_require_driver)
 def linalg_lstsq(self: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> Any:
     """Least squares by singular value decomposition for every driver, which is correct for rank-deficient matrices too."""
     rows, columns = self.shape[-2:]
@@ -206,7 +211,7 @@ def linalg_lstsq(self: Any, b: Any, rcond: float | None = None, *, driver: str |
     out = jnp.matmul(_adjoint(vh), inverse[..., None] * jnp.matmul(_adjoint(u), right))
     out = jnp.broadcast_to(out, (*batch, columns, right.shape[-1]))
     residuals = jnp.zeros((0,), real)
-    if rows > columns and driver != "gelsy":
+    if rows > columns and driver not in (None, "gelsy"):  # gelsy is the default
         residuals = jnp.sum(jnp.abs(jnp.matmul(self, out) - right) ** 2, axis=-2)
     rank = jnp.sum(used, axis=-1) if driver != "gels" else jnp.zeros((0,), jnp.int64)
     shown = values if driver in ("gelsd", "gelss") else jnp.zeros((0,), real)

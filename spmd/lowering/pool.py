@@ -282,7 +282,7 @@ def _largest_in(x: Any, taken: list[np.ndarray[Any, Any]], ends: list[np.ndarray
     values = jnp.transpose(jnp.where(inside, values, _lowest(x.dtype)), order)
     values = values.reshape(*values.shape[: first + rank], math.prod(at.shape[1] for at in taken))
     positions = np.transpose(np.broadcast_to(position, [n for at in taken for n in at.shape]), within)
-    positions = jnp.asarray(positions.reshape(*positions.shape[:rank], -1))
+    positions = jnp.asarray(positions.reshape(*positions.shape[:rank], math.prod(positions.shape[rank:])))
     best = _index_of_largest(values)
     out = jnp.take_along_axis(values, best, -1)[..., 0]
     return out, jnp.take_along_axis(jnp.broadcast_to(positions, values.shape), best, -1)[..., 0].astype(jnp.int64)
@@ -290,6 +290,10 @@ def _largest_in(x: Any, taken: list[np.ndarray[Any, Any]], ends: list[np.ndarray
 
 def adaptive_max_pool_backward(grad_output: Any, self: Any, indices: Any, *, rank: int) -> Any:
     size, count = self.shape[self.ndim - rank :], grad_output.shape[grad_output.ndim - rank :]
+    if 0 in count:
+        what = "Expected grad_output to have non-zero size for non-batch dimensions, but grad_output has sizes"
+        empty = grad_output.ndim - rank + count.index(0)
+        raise RuntimeError(f"adaptive_max_pool{rank}d_backward(): {what} {list(grad_output.shape)} with dimension {empty} being empty")
     if not _divides(size, count):
         return _to_plane(grad_output, indices, self.shape, rank)
     windows = _regular(size, count)

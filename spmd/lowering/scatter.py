@@ -66,6 +66,8 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, in
 
 
 def _require_index_per_slice(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> None:
+    if reduce not in ("prod", "mean", "amax", "amin"):
+        raise RuntimeError(f"index_reduce(): Expected reduce to be one of prod, mean, amax or amin but got {reduce}.")
     require_source_shape(self, dim, index, source)
     dim = dim % max(source.ndim, 1)
     count = source.shape[dim] if source.ndim else 1

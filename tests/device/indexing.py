@@ -26,6 +26,8 @@ OPS: dict[str, Op] = {
     "scatter": lambda w, i: w.scatter(0, i[:, None], 1.0),
     "scatter_add": lambda w, i: w.scatter_add(0, i[:, None], w[:2, :1]),
     "index_add": lambda w, i: w.index_add(0, i, w[:2]),
+    "index_add of a vector": lambda w, i: w[:, 0].index_add(0, i, w[:2, 0]),
+    "index_add of columns": lambda w, i: w.mT.index_add(1, i, w.mT[:, :2]),
     "index_copy": lambda w, i: w.index_copy(0, i, w[:2]),
     "index_fill": lambda w, i: w.index_fill(0, i, 1.0),
     "take": lambda w, i: w[:, 0].take(i),

@@ -96,6 +96,21 @@ def test_a_copy_keeps_dense_strides(device: str, dtype: torch.dtype | None) -> N
         assert_same(got, want)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.zeros(2, 0, 3, device=d),
+        lambda d: torch.ones(2, 0, 3).to(d) + 1,
+        lambda d: torch.eye(0, device=d).diagonal(),
+        lambda d: torch.rand(3, 2, device=d).topk(0)[0],
+        lambda d: torch.zeros(4, 3, device=d)[:, :0].clone(),
+        lambda d: torch.zeros(4, 0, device=d).t().contiguous(),
+    ],
+)
+def test_an_empty_tensor_has_the_cpus_strides(make: Callable[[str], torch.Tensor]) -> None:
+    assert make("jax").stride() == make("cpu").stride()
+
+
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_sharing_memory_between_processes_is_refused() -> None:
     x = torch.ones(3, device="jax")

@@ -34,6 +34,14 @@ def test_an_index_is_accepted_or_refused_as_by_the_cpu(name: str) -> None:
                 torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("op", [lambda w, i: w.index_add(0, i, w[:2]), lambda w, i: w.index_reduce(0, i, w[:2], "amax")])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_class_of_the_error_is_that_of_the_cpus_kernel(op: Op, dtype: torch.dtype) -> None:
+    w, i = torch.arange(12.0).reshape(4, 3), torch.tensor([1, 7], dtype=dtype)
+    assert type(outcome(op, w.to("jax"), i.to("jax"))) is type(outcome(op, w, i))
+
+
 def test_eager_operations_check_where_they_are_asked_to() -> None:
     w, index = torch.arange(4.0).to("jax"), of_device([1, 5])
     assert w[index].tolist() == [1.0, 3.0]

@@ -52,6 +52,25 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "copy_of_shorts": lambda d: torch.ones(2, device=d).index_copy(0, torch.zeros(1, device=d).short(), torch.ones(1, device=d)),
     "put_of_ints": lambda d: torch.ones(2, device=d).put(torch.zeros(1, device=d).int(), torch.ones(1, device=d)),
     "weights_of_counts": lambda d: torch.bincount(torch.zeros(3, dtype=torch.int64, device=d), torch.ones(1, device=d)),
+    "rank_of_geqrf": lambda d: torch.geqrf(torch.ones(5, device=d)),
+    "rank_of_addmm": lambda d: torch.addmm(torch.ones(1, 2, 3, device=d), torch.ones(2, 2, device=d), torch.ones(2, 3, device=d)),
+    "shape_of_a_mask": lambda d: torch.ones(4, 6, device=d).masked_select(torch.ones(4, 2, dtype=torch.bool, device=d)),
+    "shapes_of_lstsq": lambda d: torch.linalg.lstsq(torch.eye(3, device=d), torch.ones(4, device=d)),
+    "range_of_histc": lambda d: torch.ones(2, device=d).histc(4, 1, torch.inf),
+    "values_of_put": lambda d: torch.ones(3, device=d).put(torch.zeros(0, dtype=torch.int64, device=d), torch.ones(3, device=d), True),
+    "rank_of_bins": lambda d: torch.histogram(torch.ones(3, device=d), torch.ones(1, 2, device=d)),
+    "rank_of_boundaries": lambda d: torch.searchsorted(torch.ones((), device=d), torch.ones(3, device=d)),
+    "rank_of_svd": lambda d: torch.linalg.svdvals(torch.ones(3, device=d)),
+    "gradient_of_an_empty_pool": lambda d: (
+        torch.nn.functional.adaptive_max_pool2d(torch.ones(1, 1, 3, 3, device=d, requires_grad=True), 0).sum().backward()
+    ),
+    "driver_of_lstsq": lambda d: torch.linalg.lstsq(torch.eye(3, device=d), torch.ones(3, 2, device=d), driver="bogus"),
+    **{
+        f"index_reduce_by_{how}": lambda d, how=how: torch.ones(3, device=d).index_reduce(
+            0, torch.zeros(3, dtype=torch.int64, device=d), torch.ones(3, device=d), how
+        )
+        for how in ("sum", "bogus")
+    },
     "slices_of_index_reduce": lambda d: torch.ones(3, 4, device=d).index_reduce(
         0, torch.zeros(2, dtype=torch.int64, device=d), torch.ones(2, 1, device=d), "prod"
     ),
@@ -149,10 +168,7 @@ def test_a_call_that_is_refused_for_its_shape_does_not_accept_the_dtypes() -> No
     assert not x.any()
     slots = (TensorSlot(0, torch.float32), TensorSlot(1, torch.float64))
     check = MetaCheck(torch.ops.aten.dot.default, slots, {})
-    with pytest.raises(RuntimeError):  # any shape is refused
-        check.results([torch.ones(2), torch.ones(3)])
-    check.check_dtypes([torch.ones(2), torch.ones(2, 2)], draws=False)  # for the rank, so the dtypes are open
-    assert check.has_dtypes_open
+    refused(lambda: check.check_dtypes([torch.ones(2), torch.ones(2, 2)], draws=False), "1D tensors expected")
     refused(lambda: check.check([torch.ones(3), torch.ones(3)]), "dot : expected both vectors to have same dtype")
 
 
@@ -190,6 +206,22 @@ def test_an_expanded_tensor_may_be_filled(device: str) -> None:
     x = torch.ones(1, device=device)
     x.expand(3).fill_(2)
     torch.testing.assert_close(x.cpu(), torch.full((1,), 2.0))
+
+
+@pytest.mark.parametrize("name", ["index_select", "sort", "diagonal_scatter"])
+def test_a_later_rank_is_refused_that_no_meta_kernel_checks(name: str) -> None:
+    def call(device: str, *, is_valid: bool) -> object:
+        x, i = torch.ones(4, 4, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+        if name == "index_select":
+            return x.index_select(0, i if is_valid else i[None])
+        return (x[None] if is_valid else x).sort(-3) if name == "sort" else (x if is_valid else x[0]).diagonal_scatter(x[0])
+
+    with pytest.raises(IndexError) as cpu:
+        call("cpu", is_valid=False)
+    call("jax", is_valid=True)
+    with pytest.raises(IndexError) as device:
+        call("jax", is_valid=False)
+    assert str(device.value) == str(cpu.value)
 
 
 def test_a_later_shape_is_refused_and_an_accepted_one_still_computed() -> None:

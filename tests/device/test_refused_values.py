@@ -29,6 +29,7 @@ OPS: dict[str, tuple[Op, list[float], list[float]]] = {
     "bernoulli_": (lambda p: torch.empty_like(p).bernoulli_(p), [0.0, 1.0], [0.5, -0.5]),
     "normal": (lambda s: torch.normal(0.0, s), [0.0, 1.0], [0.5, -0.5]),
     "normal of tensors": (lambda s: torch.normal(s, s), [0.0, 1.0], [0.5, torch.nan]),
+    "histc of a range": (lambda x: x.histc(4, 0, 1), [0.0, torch.nan], []),
     "poisson": (lambda r: torch.poisson(r), [0.0, 1.0], [0.5, -0.5]),
     "quantile": (lambda q: torch.arange(4.0, device=q.device).quantile(q), [0.0, 1.0], [0.5, 1.5]),
     "nanquantile": (lambda q: torch.arange(4.0, device=q.device).requires_grad_().nanquantile(q, 0), [0.0, 1.0], [0.5, torch.nan]),
@@ -142,3 +143,11 @@ def test_a_padded_mask_selects_nothing_more() -> None:
 def test_a_branch_refuses_nothing_that_it_does_not_compute() -> None:
     step = spmd.compile(lambda n: torch.cond((n > 0).all(), lambda n: 100 // n, lambda n: n.clone(), (n,)))
     assert step(of_device([0, 1]).int()).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("values", [[1.0, torch.inf], [torch.nan, 1.0]])
+def test_the_range_of_a_histogram_is_finite(values: list[float]) -> None:
+    for given in (torch.tensor(values), torch.tensor(values).to("jax"), of_device(values)):
+        for run in (lambda x: x.histc(4), spmd.compile(lambda x: x.histc(4))) if given.device.type == "jax" else (lambda x: x.histc(4),):
+            with pytest.raises(RuntimeError, match="torch.histc: range of .* is not finite"):
+                run(given).cpu()

@@ -41,6 +41,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x: tuple(x**p for p in (inf, -inf, nan, -0.5)),
         (of(-2, -1, -0.5, -0.0, 0, 0.5, 1, 2, inf, -inf, nan, grad=True),),
     ),
+    "logit of any eps": (lambda x: tuple(torch.logit(x, eps) for eps in (0.7, 1.0, -1.0, nan)), (of(0.3, 0.5, 0.9, nan),)),
+    "default driver of lstsq": (lambda x: tuple(torch.linalg.lstsq(x.reshape(3, 2), x[:3])), (of(1, 2, 3, 4, 5, 7),)),
     "gradients of NaN and -0.0": (
         lambda x: (F.hardtanh(x), F.relu6(x), F.hardshrink(x), F.softshrink(x), torch.logit(x, 0.1), torch.logit(x[1:])),
         (of(nan, -0.0, 0, 0.5, 1, grad=True),),
