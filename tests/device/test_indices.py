@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import spmd
 from spmd.device._indices import checked
-from tests.device.indexing import OPS, PLACES, outcome
+from tests.device.indexing import OPS, PLACES, Op, outcome
 from tests.grids import line
 from tests.lowering.against_cpu import assert_equal
 

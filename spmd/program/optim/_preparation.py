@@ -245,8 +245,7 @@ class _InitialStateRecorder:
     Attributes:
         first: for each buffer that the step created, its first value; None while it was created on the host and not read.
         before: value and host value of each older buffer that was written.
-        existing: ids of the arrays that were read from older buffers.
-        seen: the older buffers that were read.
+        existing, seen: ids of the arrays that were read from older buffers, and these buffers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
@@ -313,8 +312,7 @@ class _InitialStateRecorder:
     known_number = known_count = known_value
 
     def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
-        """No check: this trace has no arguments."""
-        return False
+        return False  # this trace has no arguments
 
     def makes_host_copy(self) -> bool:
         return False
