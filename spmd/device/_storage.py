@@ -36,6 +36,7 @@ from spmd.device._trace_lock import is_of_another_thread, reread, wait_for_trace
 from spmd.device._trace_recorder import Recorder
 from spmd.device._views import contiguous_stride, plan_window, reinterpreted
 
+_create = create_empty_tensor  # pyright: ignore[reportAttributeAccessIssue]
 _as_strided = torch.ops.aten.as_strided.default
 # Key of C++'s own view kernels. The Meta key's kernels do not check bounds against the storage's bytes, which ours does not have.
 META = DispatchKeySet(DispatchKey.Meta)
@@ -341,24 +342,29 @@ def store(tensor: torch.Tensor, value: Any) -> None:
 
 def wrap(array: Any) -> torch.Tensor:
     """A new device tensor that holds `array` (a jax.Array or tracer)."""
-    return _tensor_over(Buffer(array, array.shape), array.dtype)
+    shape = array.shape
+    tensor = _create(shape, to_torch_dtype(array.dtype))
+    tensor.untyped_storage().spmd_buffer = Buffer(array, shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return _with_strides(tensor) if 0 in shape else tensor
 
 
 def wrap_stored(array: Any, shape: tuple[int, ...], annotation: mesh.ShardingSpec) -> torch.Tensor:
     """A new device tensor of `shape` with layout `annotation`, stored in `array`, whose uneven dims are padded."""
-    return _tensor_over(Buffer(array, shape, annotation=annotation), array.dtype)
+    tensor = _create(shape, to_torch_dtype(array.dtype))
+    tensor.untyped_storage().spmd_buffer = Buffer(array, shape, annotation=annotation)  # pyright: ignore[reportAttributeAccessIssue]
+    return _with_strides(tensor) if 0 in shape else tensor
 
 
 def wrap_host(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A new device tensor that takes ownership of `array`, and uploads it at the first use or `mark_sharding`."""
-    return _tensor_over(Buffer(None, tuple(array.shape), host=array), array.dtype)
+    tensor = _create(tuple(array.shape), to_torch_dtype(array.dtype))
+    tensor.untyped_storage().spmd_buffer = Buffer(None, tuple(array.shape), host=array)  # pyright: ignore[reportAttributeAccessIssue]
+    return _with_strides(tensor) if 0 in array.shape else tensor
 
 
-def _tensor_over(buffer: Buffer, dtype: np.dtype[Any]) -> torch.Tensor:
-    shape = buffer.shape
-    tensor = create_empty_tensor(shape, to_torch_dtype(dtype))
-    tensor.untyped_storage().spmd_buffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
-    return strided_alias(tensor, shape, contiguous_stride(shape), 0) if 0 in shape else tensor  # C++ gives an empty one strides of 0
+def _with_strides(empty: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with torch's strides. Those that C++ gives it are 0."""
+    return strided_alias(empty, tuple(empty.shape), contiguous_stride(tuple(empty.shape)), 0)
 
 
 def is_unset(buffer: Buffer) -> bool:
