@@ -19,7 +19,7 @@ import torch
 from jax import lax
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, called_at, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.device._storage import load, recording, wrap
 
 Group = str | Sequence[str]
@@ -65,9 +65,10 @@ def all_gather(tensor: torch.Tensor, gather_dim: int, group: Group) -> torch.Ten
     """Concatenate the group's tensors along `gather_dim`. Every member gets the result.
 
     Raises:
-        SpmdError: the call is not inside a manual region over the group's axes.
+        SpmdError: the tensor has no such dim, or the call is not inside a manual region over the group's axes.
     """
-    return _run(lambda x: lax.all_gather(x, _axes(group), axis=gather_dim % x.ndim, tiled=True), tensor)
+    dim = _dim("all_gather", gather_dim, tensor)
+    return _run(lambda x: lax.all_gather(x, _axes(group), axis=dim, tiled=True), tensor)
 
 
 def reduce_scatter(tensor: torch.Tensor, reduce_op: str, scatter_dim: int, group: Group) -> torch.Tensor:
@@ -77,15 +78,17 @@ def reduce_scatter(tensor: torch.Tensor, reduce_op: str, scatter_dim: int, group
         reduce_op: "sum" or "avg".
 
     Raises:
-        SpmdError: unknown reduction, the group's size does not divide the dim, or the call is not inside a manual region.
+        SpmdError: unknown reduction, the tensor has no such dim, the group's size does not divide it, or the call is not inside a manual
+            region.
     """
     if reduce_op not in ("sum", "avg"):
         raise SpmdError(
             message(f"reduce_scatter does not support {reduce_op!r}", "known: 'sum', 'avg'", fix="use all_reduce, then take a slice")
         )
+    dim = _dim("reduce_scatter", scatter_dim, tensor)
 
     def scatter(x: Any) -> Any:
-        size, dim = _size(group), scatter_dim % x.ndim
+        size = _size(group)
         _require_divisible("reduce_scatter", tuple(x.shape), dim, size, group)
         out = lax.psum_scatter(x, _axes(group), scatter_dimension=dim, tiled=True)
         return out / size if reduce_op == "avg" else out
@@ -97,12 +100,13 @@ def all_to_all(tensor: torch.Tensor, split_dim: int, concat_dim: int, group: Gro
     """Split `tensor` along `split_dim`, send part i to member i of the group, and concatenate the received parts along `concat_dim`.
 
     Raises:
-        SpmdError: the group's size does not divide the dim, or the call is not inside a manual region.
+        SpmdError: the tensor has no such dim, the group's size does not divide `split_dim`, or the call is not inside a manual region.
     """
+    split, concat = (_dim("all_to_all", dim, tensor) for dim in (split_dim, concat_dim))
 
     def exchange(x: Any) -> Any:
-        _require_divisible("all_to_all", tuple(x.shape), split_dim % x.ndim, _size(group), group)
-        return lax.all_to_all(x, _axes(group), split_dim % x.ndim, concat_dim % x.ndim, tiled=True)
+        _require_divisible("all_to_all", tuple(x.shape), split, _size(group), group)
+        return lax.all_to_all(x, _axes(group), split, concat, tiled=True)
 
     return _run(exchange, tensor)
 
@@ -137,6 +141,16 @@ def axis_index(group: Group) -> torch.Tensor:
     """The index of this member in the group: a 0-dim int64 tensor on the device."""
     with exact_dtypes():
         return wrap(_checked(lambda: lax.axis_index(_axes(group))).astype(jnp.int64))
+
+
+def _dim(name: str, dim: Any, tensor: torch.Tensor) -> int:
+    """A dim of the tensor, counted from 0."""
+    rank = tensor.dim()
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
+        what = f"{name} got {shown(dim)} as a dim of a tensor of shape {tuple(tensor.shape)}"
+        fix = "pass the dim, then the group: all_gather(x, 0, 'data')"
+        raise SpmdError(message(what, f"its dims are {-rank} to {rank - 1}" if rank else "it has no dims", *called_at(), fix=fix))
+    return dim % rank
 
 
 def _run(collective: Callable[[Any], Any], tensor: torch.Tensor) -> torch.Tensor:

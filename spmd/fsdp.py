@@ -101,8 +101,9 @@ def fully_shard(
         raise SpmdError(message(what, fix="call fully_shard on inner modules first and on the whole model last"))
     ignored = _ids_of(ignored_params or ())
     own = {id(p): p for p in _own_parameters(module) if id(p) not in ignored}
-    for parameter in own.values():
-        _shard(parameter, mesh, axes, stage, shard_placement_fn)
+    specs = [_spec_of(parameter, mesh, axes, shard_placement_fn) for parameter in own.values()]
+    for parameter, found in zip(own.values(), specs, strict=True):
+        _shard(parameter, mesh, stage, *found)
     unit = _Unit(mesh, axes, stage, reshard_after_forward, mp_policy, ignored)
     vars(module)[_UNIT] = unit
     for inner in module.modules():
@@ -220,8 +221,10 @@ def _slot_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (owner.__dict__["_parameters"][name] for owner, name in _slots(module))
 
 
-def _shard(parameter: nn.Parameter, mesh: Mesh, axes: tuple[str, ...], stage: Stage, choose: Callable[[nn.Parameter], Any] | None) -> None:
-    """Mark one parameter. In stages 1 and 2 the spec applies only to its gradient (stage 2) and optimizer state."""
+def _spec_of(
+    parameter: nn.Parameter, mesh: Mesh, axes: tuple[str, ...], choose: Callable[[nn.Parameter], Any] | None
+) -> tuple[PartitionSpec, PartitionSpec]:
+    """The spec of a parameter before, and that by which it is sharded."""
     shape = tuple(parameter.shape)
     marked = annotation_of(parameter)
     before = PartitionSpec(*(None,) * len(shape)) if marked is None else marked.partition_spec
@@ -229,10 +232,18 @@ def _shard(parameter: nn.Parameter, mesh: Mesh, axes: tuple[str, ...], stage: St
     if placement is None:
         spec = split_largest_dim(before, shape, mesh, axes)
     else:
+        if not isinstance(dim := getattr(placement, "dim", None), int) or not -len(shape) <= dim < len(shape):
+            what = f"shard_placement_fn gave {shown(placement)} for a parameter of shape {shape}"
+            raise SpmdError(message(what, *called_at(), fix="return torch.distributed.tensor.Shard(0), or None for the default"))
         entries: list[Any] = list(before)
         entries[placement.dim] = (*entry_axes(entries[placement.dim]), *axes)
         spec = PartitionSpec(*entries)
         checked_spec(parameter, mesh, spec, devices=("jax", "cpu", "meta"))
+    return before, spec
+
+
+def _shard(parameter: nn.Parameter, mesh: Mesh, stage: Stage, before: PartitionSpec, spec: PartitionSpec) -> None:
+    """Mark one parameter. In stages 1 and 2 the spec applies only to its gradient (stage 2) and optimizer state."""
     mark_sharding(parameter, mesh, spec if stage == 3 else before)
     if stage < 3:
         set_state_sharding(parameter, ShardingSpec(mesh, spec))

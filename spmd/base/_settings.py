@@ -67,7 +67,8 @@ def configure(
     for name, value in flags.items():
         if value is not None and not isinstance(value, bool):
             raise SpmdError(message(f"{name} must be True or False", f"got {value!r}", fix=f"spmd.configure({name}=True)"))
-    if progress_after_s is not None and not 0 <= progress_after_s < math.inf:
+    is_number = isinstance(progress_after_s, int | float) and not isinstance(progress_after_s, bool)
+    if progress_after_s is not None and not (is_number and 0 <= progress_after_s < math.inf):
         raise SpmdError(
             message("progress_after_s must be a number of seconds", f"got {progress_after_s!r}", fix="spmd.configure(progress_after_s=2.0)")
         )

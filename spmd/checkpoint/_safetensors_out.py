@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.base._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, called_at, message, shown
 from spmd.checkpoint import _files
 from spmd.checkpoint._boxes import Box
 from spmd.checkpoint._collect import Leaf, array_of
@@ -52,8 +52,12 @@ def save_safetensors(
         The names of the tensor files.
 
     Raises:
-        CheckpointError: the folder exists, the format does not support the dtype of a tensor, or writing failed.
+        CheckpointError: `module` is none, the folder exists, the format does not support the dtype of a tensor, or writing failed.
     """
+    given: Any = module
+    if not isinstance(given, torch.nn.Module):
+        what = f"save_safetensors takes a module, got {shown(given)}"
+        raise CheckpointError(message(what, *called_at(), fix="save_safetensors(folder, model)"))
     final = Path(os.path.abspath(folder))
     gang = current_gang() if gang is None else gang
     leaves = _leaves(module)

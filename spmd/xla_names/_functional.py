@@ -12,7 +12,7 @@ import torch
 from jax.experimental.shard_alike import shard_alike
 
 from mesh import SpecLike
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._torch import pytree
 from spmd.device._call_jax import call_jax
 from spmd.sharding._annotate import as_mesh, checked_spec
@@ -66,14 +66,20 @@ def shard_as(a: A, b: B) -> tuple[A, B]:
         New pytrees like `a` and `b`. The tensors of each pair have the same layout, and gradients pass through.
 
     Raises:
-        SpmdError: the structures differ.
+        SpmdError: the structures or the shapes differ.
     """
     flat_a, tree_a = pytree.tree_flatten(a)
     flat_b, tree_b = pytree.tree_flatten(b)
     if tree_a != tree_b or any((x is None) != (y is None) for x, y in zip(flat_a, flat_b, strict=False)):
-        raise SpmdError(
-            message("shard_as needs two pytrees of the same structure", f"got {tree_a} and {tree_b}", fix="pair the tensors up")
-        )
+        what = "shard_as needs two pytrees of the same structure"
+        got = f"got {tree_a.num_leaves} and {tree_b.num_leaves} leaves, in {type(a).__name__} and {type(b).__name__}"
+        raise SpmdError(message(what, got, *called_at(), fix="pair the tensors up: spmd.shard_as([w, b], [w_grad, b_grad])"))
+    for x, y in zip(flat_a, flat_b, strict=True):
+        shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in (x, y)]
+        if x is not None and (None in shapes or shapes[0] != shapes[1]):
+            what = "shard_as needs pairs of tensors of the same shape"
+            got = " and ".join(shown(t) if shape is None else f"a tensor of shape {shape}" for t, shape in zip((x, y), shapes, strict=True))
+            raise SpmdError(message(what, f"got {got}", *called_at(), fix="pair each tensor with one of its shape"))
     pairs = [(x, y) if x is None else call_jax(shard_alike, (x, y)) for x, y in zip(flat_a, flat_b, strict=True)]
-    shown = [tuple(become_sharded(t) if isinstance(t, torch.Tensor) else t for t in pair) for pair in pairs]
-    return pytree.tree_unflatten([x for x, _ in shown], tree_a), pytree.tree_unflatten([y for _, y in shown], tree_b)
+    sharded = [tuple(become_sharded(t) if isinstance(t, torch.Tensor) else t for t in pair) for pair in pairs]
+    return pytree.tree_unflatten([x for x, _ in sharded], tree_a), pytree.tree_unflatten([y for _, y in sharded], tree_b)

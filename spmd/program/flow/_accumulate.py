@@ -21,7 +21,7 @@ import jax
 import torch
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._torch import pytree
 from spmd.device._checks import Check
 from spmd.device._random_stream import advanced, default_stream
@@ -41,13 +41,17 @@ def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
         a new first dim of size k.
 
     Raises:
-        SpmdError: `rounds` is less than 1, or an argument has no first dim of size k.
+        SpmdError: `rounds` is no int of at least 1, what is decorated is no function, or an argument has no first dim of size k.
         TraceError: inside a compiled function, every micro-batch changes a Python object.
     """
-    if rounds < 1:
+    if type(rounds) is not int or rounds < 1:
         raise SpmdError(message(f"accumulate got {rounds!r} micro-batches, but needs at least 1", fix="spmd.accumulate(4)"))
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(fn):
+            fix = f"spmd.accumulate({rounds})(micro)(x, y)"
+            raise SpmdError(message(f"accumulate takes a function, got {shown(fn)}", *called_at(), fix=fix))
+
         def run(*args: torch.Tensor) -> Any:
             for arg in args:
                 if arg.dim() == 0 or arg.shape[0] != rounds:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
 from spmd.base._torch import pytree
@@ -47,8 +47,10 @@ def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
 
     Raises:
         TraceError: while tracing, if `fn` writes in place to a tensor from outside or needs a value on the host.
-        SpmdError: an argument is neither a tensor nor hashable.
+        SpmdError: `fn` is no function, or an argument is neither a tensor nor hashable.
     """
+    if not callable(fn):
+        raise SpmdError(message(f"assume_pure takes a function, got {shown(fn)}", *called_at(), fix="block = spmd.assume_pure(block)"))
     programs: dict[Any, _Program] = {}
 
     @functools.cache

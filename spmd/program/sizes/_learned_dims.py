@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.program.sizes._dims import SMALLEST, Dim, Named
 
 _MARK = "_spmd_dynamic_dims"
@@ -24,8 +24,12 @@ def mark_dynamic(tensor: torch.Tensor, dim: int, *, max: int | None = None) -> N
         max: the largest size, in elements; None: determined from the sizes that occur.
 
     Raises:
-        SpmdError: the tensor has no such dim, or the dim is larger than `max`.
+        SpmdError: `tensor` is none, it has no such dim, or the dim is larger than `max`.
     """
+    given: Any = tensor
+    if not isinstance(given, torch.Tensor) or type(dim) is not int:
+        what = f"mark_dynamic takes a tensor and the number of a dim, got {shown(given)} and {shown(dim)}"
+        raise SpmdError(message(what, *called_at(), fix="spmd.mark_dynamic(x, 0)"))
     if not -tensor.ndim <= dim < tensor.ndim:
         what = f"mark_dynamic got dim {dim} of a tensor of shape {tuple(tensor.shape)}"
         raise SpmdError(message(what, fix="spmd.mark_dynamic(x, 0)"))
