@@ -2,6 +2,8 @@
 
 import collections
 import copy
+import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -192,13 +194,68 @@ class LooksOnly(_Base):
         return self.state[p].get("scale", 0.5)
 
 
+USES: dict[str, Callable[[Any], Any]] = {
+    "type": lambda k: (isinstance(k, int), type(k), isinstance(k / 2, float)),
+    "arithmetic": lambda k: (
+        k // 2,
+        k % 3,
+        k * k,
+        -k,
+        k**2,
+        k**-1,
+        2.5 * k,
+        math.sqrt(k),
+        max(k, 3),
+        round(k / 2),
+        divmod(k, 2),
+        sum([k, k]),
+    ),
+    "bits": lambda k: (k & 1, k >> 1, ~k, math.comb(k, 1), k.bit_length()),
+    "text": lambda k: (f"{k:03d}", str(k), f"{1 / k:.3f}"),
+    "json": lambda k: json.dumps({"step": k}),
+    "index": lambda k: ([*range(9)][k % 9], {1: "a", 2: "b"}.get(k), len("x" * (k % 9))),
+    "tensor": lambda k: (torch.tensor(k).dtype, (torch.arange(3) * k).dtype, torch.tensor(k / 2).dtype),
+}
+
+
+class CountsForEach(_Base):
+    """Counts the steps of each parameter as an int, and keeps what `use` makes of it."""
+
+    def __init__(self, parameters: Any, use: Callable[[Any], Any] = USES["type"], first: int = 0) -> None:
+        super().__init__(parameters)
+        self.use, self.first, self.seen = use, first, list[Any]()
+
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        state["step"] = state.get("step", self.first) + 1
+        self.seen.append(self.use(state["step"]))
+        return 0.5 / state["step"] + (1 - 0.9 ** state["step"])
+
+
+class KeepsWhatIsKnownLater(_Base):
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        state["step"] = state.get("step", 0) + 1
+        state["root mean square"], state["name"] = p.norm().item() / 2, f"step {state['step']}"
+        return state["root mean square"]
+
+
+class ChangesAType(_Base):
+    def amount(self, p: torch.Tensor) -> Any:
+        state = self.state[p]
+        state["amount"] = state["amount"] * 1.5 if "amount" in state else 3
+        return state["amount"]
+
+
 def _content(optimizer: Any, parameters: list[nn.Parameter]) -> list[Any]:
     """The values of parameters and state, on the CPU, parameters by their number."""
     names = {p: i for i, p in enumerate(parameters)}
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return [round(x, 4) for x in value.detach().cpu().flatten().tolist()]
+            return [round(x, 4) + 0.0 for x in value.detach().cpu().flatten().tolist()]
+        if isinstance(value, float):
+            return round(value, 4)
         if isinstance(value, (dict, Projection)):
             return {key: plain(part) for key, part in (value if isinstance(value, dict) else vars(value)).items()}
         return list(map(plain, value)) if isinstance(value, (list, tuple, collections.deque)) else value
@@ -232,12 +289,30 @@ def _run(make: Callable[..., Any], edits: dict[int, Edit], device: str, calls: i
 
 
 OWN = [CountsBeside, MeansBeside, KeepsPythonsValues, CountsInItsGroup, TakesAway, SlowWeights, Notes]
-OWN += [KeepsADict, KeepsAQueue, KeepsAnObject, LooksOnly]
+OWN += [KeepsADict, KeepsAQueue, KeepsAnObject, LooksOnly, KeepsWhatIsKnownLater, ChangesAType]
 
 
 @pytest.mark.parametrize("make", OWN)
 def test_what_a_class_of_ones_own_does_to_its_state_is_done_by_every_call(make: Callable[..., Any]) -> None:
-    assert _run(make, {}, "jax") == _run(make, {}, "cpu")
+    assert repr(_run(make, {}, "jax")) == repr(_run(make, {}, "cpu"))  # 1 is not 1.0
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("first", [0, 2**53 - 3])
+def test_an_int_of_a_parameters_state_is_an_int(use: str, first: int) -> None:
+    seen: list[str] = []
+    for device in ("cpu", "jax"):
+        made: list[CountsForEach] = []
+        make = lambda ps, made=made: made.append(CountsForEach(ps, USES[use], first)) or made[0]  # noqa: E731
+        content = _run(make, {}, device, 6)
+        seen.append(repr((content, made[0].seen)))
+    assert seen[0] == seen[1]
+
+
+def test_an_int_of_a_parameters_state_is_a_number_that_changes() -> None:
+    traces: list[int] = []
+    _run(CountsBeside, {}, "jax", traces=traces)
+    assert traces[-1] == 2
 
 
 def test_replaced_state_is_one_program_again_after_it_was_loaded() -> None:

@@ -20,7 +20,7 @@ import torch
 from spmd.base._jax import variable_of
 from spmd.device._numbers import lifted, of_settings
 from spmd.device._storage import once
-from spmd.program.reads import INPUT, LENGTH, NumberPlace, Numbers, Varying, with_inputs
+from spmd.program.reads import INPUT, LENGTH, NumberPlace, Numbers, PartPlace, Varying, with_inputs
 
 _CAPACITY = 256  # varying numbers, and numbers computed from them, that one program may use
 
@@ -46,33 +46,40 @@ class LiftedNumbers:
     def __init__(
         self,
         optimizers: list[torch.optim.Optimizer],
-        varying: Sequence[NumberPlace] = (),
+        changed: Sequence[PartPlace] = (),
         arguments: Mapping[int, int | float] = MappingProxyType({}),
         has_known: bool = False,
+        has_constant_ints: bool = False,
     ) -> None:
         """
         Args:
             optimizers: those that the function can reach.
-            varying: the places of numbers that vary.
+            changed: the places of numbers and objects that vary.
             arguments: the numbers among the arguments that vary, by position.
             has_known: whether integers of inputs whose values the host knows vary.
+            has_constant_ints: whether ints in the state of optimizers are constants.
         """
         self.slots: list[tuple[dict[Any, Any], Any, int | None]] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 self.slots.extend(_float_slots(group))
+        num_of_groups = len(self.slots)
         for optimizer in optimizers:
             states = (s for s in optimizer.state.values() if isinstance(s, dict))
             held: tuple[dict[Any, Any], ...] = (optimizer.state, *states)  # the first may contain numbers: `self.state["steps"] += 1`
-            self.slots.extend((s, key, None) for s in held for key, value in s.items() if type(value) in (int, float))
+            kinds = (float,) if has_constant_ints else (int, float)
+            self.slots.extend((s, key, None) for s in held for key, value in s.items() if type(value) in kinds)
+        self._kinds = [type(holder[key]) for holder, key, _ in self.slots[num_of_groups:]]
         self._places = {(id(holder), key) for holder, key, _ in self.slots}
+        varying = [place for place in changed if isinstance(place, NumberPlace)]
         # two places may lead to one number: its object is in both
         now = {(p.slot, p.path): p for p in varying if p.slot not in self._places and type(p.read()) is p.kind}
         self.varying = list(now.values())
         self._paths: dict[tuple[int, Any], list[tuple[int, ...]]] = {}
         for slot, path in now:
             self._paths.setdefault(slot, []).append(path)
-        self._capacity = _CAPACITY if varying or arguments or has_known else 0
+        num_ints = self._kinds.count(int)
+        self._capacity = _CAPACITY + num_ints if varying or arguments or has_known or num_ints else 0
         self._settings = _OfSettings(4 * len(self.slots))
         self.size = len(self.slots) + self._capacity + self._settings.capacity
         self._arguments = dict(arguments)
@@ -154,8 +161,9 @@ class LiftedNumbers:
         return jnp.concatenate([settings, jnp.asarray([*computed, *[0.0] * (self._settings.capacity - len(computed))], jnp.float64)])
 
     def have_same_types(self) -> bool:
-        """Whether each varying number has the type, int or float, that it had in the trace."""
-        return all(type(place.read()) is place.kind for place in self.varying)
+        """Whether each varying number, and each in the state of an optimizer, has the type, int or float, that it had in the trace."""
+        of_states = self._held[len(self.slots) - len(self._kinds) :]
+        return [*map(type, of_states)] == self._kinds[: len(of_states)] and all(type(place.read()) is place.kind for place in self.varying)
 
     @contextmanager
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
@@ -169,7 +177,14 @@ class LiftedNumbers:
         self._settings.start()
         as_input = partial(self._as_input, vector)
         for index, (group, key, position) in enumerate(self.slots):
-            number = lifted(vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index), as_input=as_input)
+            number: Any = partial(
+                lifted, vector[index], lambda index=index: self.today[index], on_branch, key=("slot", index), as_input=as_input
+            )
+            if type(group[key]) is int:
+                today = _Today(partial(getitem, group, key), group[key], self._used)
+                number = Varying(self._used, today, of_settings=partial(number, integral=True))
+            else:
+                number = number()
             if position is None:
                 group[key] = number
             else:
@@ -177,7 +192,7 @@ class LiftedNumbers:
         self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
         kept_varying = [(place.entry, place.entry.look()) for place in self.varying]
         for place in self.varying:
-            number = Varying(self._used, _Today(place, place.read(), self._used))
+            number = Varying(self._used, _Today(place.read, place.read(), self._used))
             if place.entry.key is LENGTH:
                 self.lengths[place.slot[0]] = number
             else:
@@ -260,13 +275,13 @@ def _form(key: Any, slots: list[int]) -> Any:
 
 
 class _Today:
-    """The value of a varying number: during a trace the value from before it, later the current value of its place."""
+    """The value of a varying number: during a trace the value from before it, later the current value, which `read` gives."""
 
-    def __init__(self, place: NumberPlace, value: Any, numbers: Numbers) -> None:
-        self._place, self._value, self._numbers = place, value, numbers
+    def __init__(self, read: Callable[[], Any], value: Any, numbers: Numbers) -> None:
+        self._read, self._value, self._numbers = read, value, numbers
 
     def __call__(self) -> Any:
-        return self._value if self._numbers.is_tracing else self._place.read()
+        return self._value if self._numbers.is_tracing else self._read()
 
 
 def _float_slots(group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, int | None]]:

@@ -2,7 +2,8 @@
 
 State tensors that the trace updates in place are state of the program. State that the step creates (a momentum that starts as the first
 gradient) is an output of the program, and the next step gets a program of its own. Numbers in the state (`state["step"] += 1` in a user's
-optimizer) are inputs of the program, as learning rates are. The host computes their next values from the current ones.
+optimizer) are inputs of the program: floats as learning rates are, ints as counters elsewhere are (`Varying`). The host computes their next
+values from the current ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.device._numbers import NumberNode
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import PLAIN, Varying
+from spmd.program.reads import PLAIN, Pending, Varying
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -33,8 +34,8 @@ class OptimizerAsObject(TraceAgain):
     """These optimizers must be traced as ordinary Python objects.
 
     Normally an optimizer that steps is prepared, and its state is updated in place and guarded as a whole. This does not work if it puts
-    other tensors into its state or tensors into containers there, if torch's hooks do not see its `step` (its class does not call
-    `Optimizer.__init__`), or if another method uses its state (SAM, Lookahead).
+    other tensors into its state, tensors into containers there, or values that are known only when the call ends; if torch's hooks do not
+    see its `step` (its class does not call `Optimizer.__init__`); or if another method uses its state (SAM, Lookahead).
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -70,8 +71,9 @@ class TracedState:
         """Find the changes of the state since the start of the trace. `is_newborn`: whether the trace created a buffer.
 
         Raises:
-            OptimizerAsObject: a state tensor was replaced by another one, or created inside a container or an object.
-            TraceError: a new state tensor belongs to no parameter, so it has no sharding; or a number depends on values of the program.
+            OptimizerAsObject: a state tensor was replaced by another one, or created inside a container or an object; or a value is known
+                only when the call ends.
+            TraceError: a new state tensor belongs to no parameter, so it has no sharding.
         """
         for kept in self._kept:
             optimizer = kept.optimizer
@@ -93,7 +95,7 @@ class TracedState:
             if not is_device_tensor(value):
                 if any(is_device_tensor(part) and is_newborn(buffer_of(part)) for part in _all_in(value)):
                     raise OptimizerAsObject([optimizer])
-                self.effects.append(partial(_set_number, optimizer, owner, key, _value_per_call(optimizer, key, value, before.get(key))))
+                self.effects.append(partial(_set_number, optimizer, owner, key, _value_per_call(optimizer, value)))
             elif is_device_tensor(before.get(key)):
                 raise OptimizerAsObject([optimizer])
             elif not isinstance(owner, torch.Tensor):
@@ -148,7 +150,7 @@ class _Snapshot:
 
     def empty(self) -> list[Action]:
         """Actions that make, in each call, the dicts without entries that the trace made by looking for an entry."""
-        new = [owner for owner, state in self.state.items() if state == {} and owner not in self._dicts]
+        new = [owner for owner, state in self.state.items() if isinstance(state, dict) and not state and owner not in self._dicts]
         return [lambda owner=owner: partial(_place, self.optimizer, owner) for owner in new]
 
     def put_back(self) -> None:
@@ -180,43 +182,38 @@ def _set_number(optimizer: torch.optim.Optimizer, owner: Any, key: Any, evaluate
     return _set(optimizer, owner, key, evaluate())
 
 
-def _value_per_call(optimizer: torch.optim.Optimizer, key: Any, value: Any, before: Any) -> Callable[[], Any]:
+def _value_per_call(optimizer: torch.optim.Optimizer, value: Any) -> Callable[[], Any]:
     """A function that returns a Python value of the state for each call, with numbers computed from those of the call.
 
     Raises:
-        TraceError: a number depends on values of the program.
+        OptimizerAsObject: the value is known only when the call ends: a number of the program, or a text of a number that varies.
     """
     if isinstance(value, Varying):
         return value.evaluate
+    if isinstance(value, Pending):
+        raise OptimizerAsObject([optimizer])
     if type(value) in (tuple, list) and any(map(_has_number, value)):
-        parts = [_value_per_call(optimizer, key, part, None) for part in value]
+        parts = [_value_per_call(optimizer, part) for part in value]
         kind = type(value)
         return lambda: kind(part() for part in parts)
     if type(value) is dict and any(map(_has_number, value.values())):
-        named = {name: _value_per_call(optimizer, key, part, None) for name, part in value.items()}
+        named = {name: _value_per_call(optimizer, part) for name, part in value.items()}
         return lambda: {name: part() for name, part in named.items()}
     if not isinstance(value, torch.SymFloat):
         return lambda: value
-    node = value.node
-    evaluate = node.evaluate if isinstance(node, NumberNode) else None
+    evaluate, kind = (value.node.evaluate, value.node.kind) if isinstance(value.node, NumberNode) else (None, float)
     if evaluate is None:
-        raise TraceError(
-            message(
-                f"{type(optimizer).__name__} stores a number in its state[{key!r}] that is known only when the compiled program runs",
-                fix="store it as a tensor on device 'jax'",
-            )
-        )
-    kind = int if isinstance(before, int) else float
+        raise OptimizerAsObject([optimizer])
     return lambda: kind(evaluate())
 
 
 def _has_number(value: Any) -> bool:
-    """Whether `value` contains a number that is an input or is computed from one."""
+    """Whether `value` contains a number that is an input, or a number or text that is computed from one."""
     if type(value) in (tuple, list):
         return any(map(_has_number, value))
     if type(value) is dict:
         return any(map(_has_number, value.values()))
-    return isinstance(value, (Varying, torch.SymFloat))
+    return isinstance(value, (Varying, Pending, torch.SymFloat))
 
 
 def _without_parameter(optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> TraceError:

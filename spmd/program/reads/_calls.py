@@ -50,6 +50,7 @@ from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._logging_calls import note_logging
 from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
+from spmd.program.reads._nested import any_inside
 from spmd.program.reads._noted_sizes import for_noted_sizes
 from spmd.program.reads._number_calls import (
     for_numbers,
@@ -78,7 +79,6 @@ from spmd.program.reads._varying import (
     NumberMethod,
     NumbersNeeded,
     Varying,
-    any_inside,
     conversion,
     fixed,
     fixed_if_varying,

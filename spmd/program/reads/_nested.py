@@ -54,4 +54,9 @@ def holds_itself(value: Any, items_of: Callable[[Any], Iterable[Any] | None]) ->
     return False
 
 
-__all__ = ["holds_itself", "inside"]
+def any_inside(value: Any, is_container: Callable[[Any], bool], test: Callable[[Any], bool]) -> bool:
+    """Whether `test` is true for a value, or for one inside it."""
+    return any(map(test, inside(value, lambda part: part if is_container(part) else None)))
+
+
+__all__ = ["any_inside", "holds_itself", "inside"]

@@ -29,8 +29,9 @@ from spmd.device._representable_numbers import is_exact
 from spmd.device._storage import recording
 from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
-from spmd.program.reads._nested import holds_itself, inside
+from spmd.program.reads._nested import any_inside, holds_itself
 from spmd.program.reads._number_calls import CHOICES, MAKE_TENSORS, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
+from spmd.program.reads._number_functions import gives_float, keeps_settings, may_raise
 from spmd.program.reads._number_operands import loses_numbers, number_beside
 from spmd.program.reads._numpy_numbers import NUMPYS, is_number, is_of_numbers, plain, with_errors
 
@@ -94,8 +95,10 @@ class Numbers:
         value = evaluate()
         if type(value) is int:
             number.guard(lambda: is_exact(evaluate()), is_exact(value))
-        if isinstance(value, bool) or len(self.inputs) == self._capacity or not is_exact(value):
+        if isinstance(value, bool) or not is_exact(value) or (number.of_settings is None and len(self.inputs) == self._capacity):
             return number.concrete()
+        if number.of_settings is not None:
+            return number.of_settings()
         self.inputs.append(evaluate)
         array = self._element(len(self.inputs) - 1)
         self.arrays.append(array)
@@ -108,13 +111,14 @@ class Varying:
     Attributes:
         evaluate: computes the number from the values of this call.
         is_numpy: whether the number is one of numpy: an item of an array, or the result of one.
+        of_settings: for a number that follows from settings of optimizers alone, gives it in the form that torch takes; None for others.
     """
 
-    __slots__ = ("_numbers", "_symbol", "evaluate", "is_numpy")
+    __slots__ = ("_numbers", "_symbol", "evaluate", "is_numpy", "of_settings")
     __array_ufunc__ = None  # numpy's operators defer to ours: they would make an array of objects
 
-    def __init__(self, numbers: Numbers, evaluate: Evaluate, is_numpy: bool = False) -> None:
-        self._numbers = numbers
+    def __init__(self, numbers: Numbers, evaluate: Evaluate, is_numpy: bool = False, of_settings: Evaluate | None = None) -> None:
+        self._numbers, self.of_settings = numbers, of_settings
         self._symbol: Any = None
         self.evaluate = evaluate
         self.is_numpy = is_numpy
@@ -141,16 +145,21 @@ class Varying:
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)` with varying arguments, as a value that every call computes."""
+        of_settings: Evaluate | None = None
+        if all(map(_is_of_settings, args)) and keeps_settings(fn, args):
+            of_settings = lambda: for_numbers(fn)(*(a.traced() if type(a) is Varying else a for a in args))  # noqa: E731
+            if gives_float(fn, args):
+                return of_settings()
         parts = [_evaluate(a) for a in args]
         evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
         if (errors := np.geterr()) != self._numbers.numpy_errors:
             evaluate = partial(with_errors, errors, evaluate)
-        if _may_raise(fn, args):  # here, where the user may catch it; the guard separates numbers that raise from those that do not
+        if may_raise(fn, args):  # here, where the user may catch it; the guard separates numbers that raise from those that do not
             self.guard(lambda: _raised_by(evaluate), _raised_by(evaluate))
         value = evaluate()
         if _may_change_type(fn, args):
             self.guard(lambda: type(evaluate()), type(value))
-        return self._as_varying(evaluate, value)
+        return Varying(self._numbers, evaluate, of_settings=of_settings) if of_settings else self._as_varying(evaluate, value)
 
     def _as_varying(self, evaluate: Evaluate, value: Any) -> Any:
         """The result of `evaluate`, which is `value` in this call: varying if it is a number or a tuple of some, otherwise guarded."""
@@ -211,15 +220,11 @@ class NumberMethod:
         return _applied(self._number, lambda number, *more, **named: getattr(number, name)(*more, **named), self._number, *args, **options)
 
 
-_NEVER_RAISE = frozenset(
-    (operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.and_, operator.or_, operator.xor, operator.invert)
-) | {abs, min, max, bool, float}
-_DIVIDE = frozenset((operator.truediv, operator.floordiv, operator.mod, divmod))
-
-
-def _may_raise(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether `fn` may raise an error for other numbers."""
-    return fn not in _NEVER_RAISE and not (fn in _DIVIDE and type(args[1]) in (int, float) and args[1] != 0)
+def _is_of_settings(number: Any) -> bool:
+    """Whether a number is a constant or follows from settings of optimizers alone."""
+    if isinstance(number, torch.SymFloat):
+        return is_of_host(number) and number.node.key is not None
+    return type(number) in (int, float) or (type(number) is Varying and number.of_settings is not None)
 
 
 def _may_change_type(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -347,11 +352,6 @@ def float_operand(left: Any, size: Any) -> Any:
 def is_varying(key: Any) -> bool:
     """Whether a key contains varying numbers, in slices, tuples or lists."""
     return any_inside(key, lambda part: type(part) in (tuple, list), _is_varying_part)
-
-
-def any_inside(value: Any, is_container: Callable[[Any], bool], test: Callable[[Any], bool]) -> bool:
-    """Whether `test` is true for a value, or for one inside it."""
-    return any(map(test, inside(value, lambda part: part if is_container(part) else None)))
 
 
 def _is_varying_part(part: Any) -> bool:

@@ -26,7 +26,7 @@ from spmd.program.find._objects import EmptyContainers, flatten
 from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters
 from spmd.program.optim._traced_state import TracedState
-from spmd.program.reads import NumberPlace, ObjectPlace, PartPlace
+from spmd.program.reads import ObjectPlace, PartPlace
 from spmd.program.run._written_tensors import versions_of, written_since
 from spmd.program.trace._arguments import BoundArguments, bind
 from spmd.program.trace._buffer_use import TraceRecorder
@@ -79,7 +79,7 @@ def capture(
     """
     flat = flatten((args, kwargs), classes=found.holders)
     unfilled, changed, known = EmptyContainers(flat.leaves), [*varying.places.values()], varying.counters
-    numbers = LiftedNumbers(found.optimizers, [place for place in changed if isinstance(place, NumberPlace)], arguments, bool(known))
+    numbers = LiftedNumbers(found.optimizers, changed, arguments, bool(known), settings.has_constant_numbers)
     bound, buffers, hosts = bind([numbers.argument(i) if i in arguments else v for i, v in enumerate(flat.leaves)])
     given = [t for t in bound if is_device_tensor(t)]
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *buffers]
