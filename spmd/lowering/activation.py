@@ -192,11 +192,15 @@ def _prelu_kernel_backward(grad_output: Any, self: Any, weight: Any) -> Any:
 
 @lower("logit", pointwise=True)
 def logit(self: Any, eps: float | None = None) -> Any:
-    x = self if eps is None else jnp.where(self < eps, eps, jnp.where(self > 1 - eps, 1 - eps, self))  # for eps > 0.5 too
+    x = self
+    if eps is not None and not eps < 0:  # the lower bound first: they are in another order if eps > 0.5
+        x = jnp.where(x < eps, jnp.asarray(eps, x.dtype), jnp.where(x > 1 - eps, jnp.asarray(1 - eps, x.dtype), x))
     return jnp.log(x / (1 - x))
 
 
 @lower("logit_backward", pointwise=True, promoted=("grad_output", "self"))
 def logit_backward(grad_output: Any, self: Any, eps: float | None = None) -> Any:
-    outside = (self < 0) | (self > 1) if eps is None else (self < eps) | (self > 1 - eps)
-    return jnp.where(~outside, grad_output / (jnp.abs(self) * (1 - self)), jnp.nan if eps is None else 0)
+    is_free = eps is None or eps < 0
+    outside = (self < 0) | (self > 1) if eps is None or is_free else (self < eps) | (self > 1 - eps)
+    x = jnp.where(self == 0, jnp.zeros((), self.dtype), self)  # -0.0 is 0.0 here
+    return jnp.where(~outside, grad_output / (x * (1 - x)), jnp.nan if is_free else 0)

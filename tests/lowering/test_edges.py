@@ -47,6 +47,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x: (F.hardtanh(x), F.relu6(x), F.hardshrink(x), F.softshrink(x), torch.logit(x, 0.1), torch.logit(x[1:])),
         (of(nan, -0.0, 0, 0.5, 1, grad=True),),
     ),
+    "logit with other bounds": (
+        lambda x: tuple(torch.logit(x, eps) for eps in (0.6, 1.0, 1.5, -1.0, nan)),
+        (of(-0.5, -0.0, 0, 0.3, 0.7, 1, 1.5, nan, grad=True),),
+    ),
     "divisors of the lowest integer": (
         lambda a, b: (torch.gcd(a, b), torch.lcm(a, b), torch.gcd(a, b[:, None]), torch.gcd(a, torch.tensor(6, device=a.device))),
         (torch.tensor([-128, -128, -128, 0, -6, 0], dtype=torch.int8), torch.tensor([127, -128, 6, -128, 4, 0], dtype=torch.int8)),

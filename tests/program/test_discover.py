@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import spmd
 from spmd.program.find._discover import Reachable, reachable
 
 MODEL = nn.Linear(2, 2).to("jax")
@@ -281,3 +282,19 @@ def test_what_is_met_later_is_added_with_what_it_can_reach() -> None:
     found = look(lambda: None)
     found.add(one.run)
     assert named(found) == {"model": one.model}
+
+
+class EqualClasses(type):
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+class Unhashable(metaclass=EqualClasses):
+    factor = 2
+
+
+def test_a_class_that_cannot_be_hashed_is_refused_by_name() -> None:
+    instance = Unhashable()
+    step = spmd.compile(lambda x: x * instance.factor)
+    with pytest.raises(spmd.TraceError, match=r"class Unhashable, which a compiled function reaches, cannot be hashed"):
+        step(torch.ones(2).to("jax"))

@@ -2,6 +2,8 @@
 
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,3 +156,39 @@ def test_an_argument_that_contains_itself_is_refused_by_name() -> None:
     cyclic.append(cyclic)
     with pytest.raises(spmd.SpmdError, match="contains itself"):
         spmd.compile(lambda x, numbers: x * numbers[0])(batch(3), cyclic)
+
+
+@dataclass
+class Settings:
+    scale: float
+    name: str = ""
+
+
+class ComparedByValue:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ComparedByValue) and other.scale == self.scale
+
+
+@pytest.mark.parametrize("make", [Settings, ComparedByValue, lambda scale: SimpleNamespace(scale=scale)])
+def test_an_object_that_cannot_be_hashed_is_guarded_by_what_is_read_of_it(make: Callable[[float], Any]) -> None:
+    def scaled(x: torch.Tensor, settings: Any) -> torch.Tensor:
+        settings.calls = getattr(settings, "calls", 0) + 1
+        return x * settings.scale
+
+    step, ours, torchs = spmd.compile(scaled), make(2.0), make(2.0)
+    for scale in (2.0, 2.0, 3.0, 4.0):
+        ours.scale = torchs.scale = scale
+        assert_same(step(on_device(batch(3)), ours), scaled(batch(3), torchs))
+        assert ours.calls == torchs.calls
+    other = make(5.0)
+    assert_same(step(on_device(batch(3)), other), batch(3) * 5.0)
+
+
+def test_a_slice_is_an_argument_by_its_ends() -> None:
+    step = spmd.compile(lambda x, rows: x[rows] * 2)
+    for rows in (slice(0, 2), slice(0, 2), slice(1, None), slice(None, None, 2)):
+        assert_same(step(on_device(batch(3)), rows), batch(3)[rows] * 2)
+    assert step.num_traces == 3

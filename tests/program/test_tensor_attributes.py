@@ -199,3 +199,29 @@ def test_the_writes_to_a_new_tensor_are_counted() -> None:
         return y * y._version if y._base is None and not y.is_inference() else y
 
     assert spmd.compile(fn)(torch.ones(3).to("jax")).tolist() == fn(torch.ones(3)).tolist()
+
+
+REPLACED: dict[str, tuple[Any, Any]] = {
+    "abs": (lambda x: x.abs(), lambda x: x * 3),
+    "norm": (lambda x: x.norm(), lambda x: x * 4),
+    "__add__": (lambda x: x + 1, lambda x, other: x * 5),
+    "__neg__": (lambda x: -x, lambda x: x * 6),
+    "mT": (lambda x: x.mT, property(lambda x: x * 7)),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_a_program_replaces_in_the_class_of_tensors_is_used(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, other = REPLACED[name]
+    x = torch.tensor([[1.0, -2.0]])
+    step = spmd.compile(fn)
+
+    ours, torchs = (nn.Parameter(x.to("jax")), nn.Parameter(x)) if kind is nn.Parameter else (x.to("jax"), x)
+    for value in (None, other, None):
+        with monkeypatch.context() as changed:
+            if value is not None:
+                changed.setattr(kind, name, value)
+            found, expected = step(ours).detach(), fn(torchs).detach()
+        torch.testing.assert_close(found.cpu(), expected)
+    assert step.num_traces == 2

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from spmd.base._errors import TraceError, message
 from spmd.base._torch import hooks_of_leaf
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._objects import flatten
@@ -52,7 +53,7 @@ class Reachable:
     _seen: dict[int, Any] = field(default_factory=dict[int, Any])  # by id; keeps the objects alive, so that ids are not reused
     _names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
     _owners: list[tuple[int, dict[str, Any]]] = field(default_factory=list[tuple[int, dict[str, Any]]])
-    _classes: dict[type, str] = field(default_factory=dict[type, str])
+    _classes: dict[type, None] = field(default_factory=dict[type, None])  # in the order in which they were found
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Visit `value` and everything in it: modules, optimizers, functions, containers, and objects, at most `_DEPTH` levels deep."""
@@ -81,7 +82,7 @@ class Reachable:
         elif isinstance(wrapped := static_attribute(value, "__wrapped__"), types.FunctionType):  # another compiled function
             self.visit(wrapped, name, depth)
         elif is_a(value, type):
-            self._note_class(value, value.__name__)
+            self._note_class(value)
         elif not is_library(type(value).__module__):
             self._visit_object(value, name, depth)
 
@@ -138,7 +139,7 @@ class Reachable:
     def _visit_module(self, root: torch.nn.Module, name: str, depth: int) -> None:
         self.modules[id(root)] = (name, root)
         for module in root.modules():
-            self._note_class(type(module), type(module).__name__)
+            self._note_class(type(module))
             self._owners.append((depth + 1, {k: v for k, v in module.__dict__.items() if k not in _OF_EVERY_MODULE}))
 
     def _visit_container(self, value: Any, name: str, depth: int) -> None:
@@ -150,13 +151,14 @@ class Reachable:
         attributes = attributes_of(value)
         if attributes is None:
             return
-        self._note_class(type(value), type(value).__name__)
+        self._note_class(type(value))
         self._owners.append((depth + 1, attributes))
 
-    def _note_class(self, owner: type, name: str) -> None:
+    def _note_class(self, owner: type) -> None:
         for base in owner.__mro__:
             if not is_library(base.__module__):
-                self._classes.setdefault(base, name)
+                _require_hash(base)
+                self._classes.setdefault(base)
 
     def _visit_named(self) -> None:
         """Visit those attributes of reachable objects and methods of reachable classes that a reachable function names.
@@ -194,6 +196,24 @@ class Reachable:
         self.visit(getattr(fn, "__wrapped__", None), "", depth + 1)
         for defaults in (fn.__defaults__, fn.__kwdefaults__):
             self.visit(defaults, "", depth + 1)
+
+
+def _require_hash(cls: type) -> None:
+    """Check that a class can be a key, as Python's own tables of classes require.
+
+    Raises:
+        TraceError: its metaclass defines `__eq__` without `__hash__`, or a `__hash__` that fails.
+    """
+    try:
+        hash(cls)
+    except Exception as error:
+        raise TraceError(
+            message(
+                f"class {type.__getattribute__(cls, '__qualname__')}, which a compiled function reaches, cannot be hashed",
+                f"its metaclass {type(cls).__qualname__} defines __eq__ without __hash__, or a __hash__ that fails",
+                fix="in the metaclass: __hash__ = type.__hash__",
+            )
+        ) from error
 
 
 def has_device_parameters(optimizer: torch.optim.Optimizer) -> bool:

@@ -38,6 +38,7 @@ from spmd.program.reads._hooks import python_writes
 from spmd.program.reads._journal import Effect, Writes, is_same_content
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._module_reads import RunModule
+from spmd.program.reads._noted_sizes import is_noted
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace, ObjectPlace, PartPlace, with_inputs
 from spmd.program.reads._parts import is_data, objects_in
 from spmd.program.reads._pending import Pending
@@ -48,7 +49,7 @@ from spmd.program.reads._recorder import Recording, recorded
 from spmd.program.reads._replaced import ReplacedState, Replacements, changes, touched_by
 from spmd.program.reads._special_names import SPECIAL
 from spmd.program.reads._swap import code_of, recorded_together
-from spmd.program.reads._varying import Numbers, NumbersNeeded, Varying, is_noted
+from spmd.program.reads._varying import Numbers, NumbersNeeded, Varying
 from spmd.program.reads._varying_index import ViewNeeded
 
 __all__ = [

@@ -118,8 +118,6 @@ _CONCURRENT = {  # functions that run code in another thread or process, by pack
     os.name: ("system",),
 }
 _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
-
-
 _OF_FILES = frozenset(map(id, (os.stat, os.lstat, os.path.getsize, os.path.getmtime, os.path.getatime, os.path.getctime)))
 _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
@@ -241,7 +239,7 @@ def _call_with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> 
     if args and is_varying(args[0]) and getattr(fn, "__name__", "") in _KEYED and isinstance(getattr(fn, "__self__", None), CONTAINERS):
         note_call(recording, fn, (fixed(args[0]), *args[1:]))
         return lambda key, *rest: fn(fixed(key), *rest)
-    if args and type(args[0]) is Varying and (instead := lookup(recording, fn, args[0])) is not None:
+    if (instead := lookup(recording, fn, args)) is not None:
         return instead
     if (instead := for_items(fn, args, recording.fixes_indices)) is not None:
         return instead
@@ -255,6 +253,9 @@ def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Calla
     """The callable to use when some arguments vary, with its reads recorded; None if `fn` takes them."""
     if len(args) == 2 and type(args[1]) is Varying and fn is collections.deque:
         return lambda given, maxlen: fn(given, fixed(maxlen))
+    if (fn is collections.Counter or type(getattr(fn, "__self__", None)) is collections.Counter) and is_sequence(args[0]):
+        note_call(recording, fn, (keys := list(map(fixed_if_varying, args[0])), *args[1:]))
+        return lambda _, **counts: fn(keys, **counts)
     if _takes_varying(fn):
         return None
     if getattr(fn, "__module__", None) in _KEEP_NUMBERS and not fn.__name__.startswith("bisect"):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from spmd.device._numbers import is_program_number
+from spmd.device._representable_numbers import with_representable
 from spmd.program.reads._number_arguments import (
     as_tensor,
     by_composition,
@@ -53,13 +55,19 @@ def _require_reduction(reduction: str, size_average: Any, reduce: Any) -> None:
     require(size_average is None, reduce is None, reduction in ("none", "mean", "sum"))
 
 
+def _exponent_of(base: torch.Tensor, exponent: Any) -> Any:
+    """The exponent, or its value if the dtype of the base does not represent it, which torch then refuses."""
+    return with_representable("pow", (base, exponent), {})[0][1]
+
+
 @composes(torch.pow, operator.pow, builtins.pow, method="pow")
 def power(input: Any, exponent: Any) -> torch.Tensor:
     """`torch.pow`, also of a number to the power of a tensor."""
     require_number(input, exponent)
     if isinstance(input, torch.Tensor):
         require_floats(input)
-        return torch.pow(input, as_tensor(exponent, input))
+        exponent = _exponent_of(input, exponent)
+        return torch.pow(input, as_tensor(exponent, input) if is_program_number(exponent) else exponent)
     require_floats(exponent)
     return torch.pow(as_tensor(input, exponent), exponent)
 
@@ -69,7 +77,8 @@ def power_(self: torch.Tensor, exponent: Any) -> torch.Tensor:
     """`Tensor.pow_`."""
     require_number(exponent)
     require_floats(self)
-    return self.pow_(as_tensor(exponent, self))
+    exponent = _exponent_of(self, exponent)
+    return self.pow_(as_tensor(exponent, self) if is_program_number(exponent) else exponent)
 
 
 raised = functools.partial(by_composition, power, operator.pow)  # `left ** right`

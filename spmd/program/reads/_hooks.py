@@ -20,6 +20,7 @@ from spmd.device._deferred import calling
 from spmd.program.reads._composed_functions import power_operand
 from spmd.program.reads._journal import Writes
 from spmd.program.reads._number_calls import identity_operand, known, require_known_name
+from spmd.program.reads._number_objects import identical_number
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._pending import Pending, has_items, item_of
 from spmd.program.reads._pending_texts import f_string, formatted, joined
@@ -188,6 +189,8 @@ def _identity(left: Any, right: Any) -> Any:
         return left
     if isinstance(left, bool) or isinstance(right, bool):
         return without_hooks(recording, identity_operand, left, right)
+    if type(left) is Varying or type(right) is Varying:
+        return without_hooks(recording, identical_number, Varying, left, right)
     return recording.identical(left, right)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd.program.reads._varying import is_noted
-
 _OF_NUMBERS = frozenset((range, bytes, bytearray, bin, hex, oct, chr, complex))
 _NUMBERS_IN = frozenset(("math", "cmath", "itertools", "numpy", "_operator", "_decimal", "decimal", "_bisect", "_heapq", "_struct"))
 
@@ -33,6 +31,25 @@ def _hides_numbers(fn: Any) -> bool:
         or isinstance(owner, (str, bytes, bytearray, np.ndarray))
         or (isinstance(owner, (list, collections.deque)) and fn.__name__ in ("insert", "pop", "rotate", "index"))
     )
+
+
+def is_noted(number: Any) -> bool:
+    """Whether it is a noted size: an int or float that records each comparison that Python makes of it. See `sizes/_size_reads`."""
+    return type(number) not in (int, float) and isinstance(number, (int, float)) and hasattr(number, "plain")
+
+
+def plain_key(key: Any) -> Any:
+    """A key with plain numbers in the place of noted sizes; the sizes record that their values were read."""
+    if type(key) is slice:
+        return slice(plain_key(key.start), plain_key(key.stop), plain_key(key.step))
+    return key.plain() if is_noted(key) else key
+
+
+def float_operand(left: Any, size: Any) -> Any:
+    """The left operand to use where the right one is a noted size: operators of float and numpy would read the size without a record."""
+    if isinstance(left, np.generic):
+        size.plain()
+    return size.beside(left) if type(left) is float else left
 
 
 def for_noted_sizes(fn: Any, args: tuple[Any, ...]) -> Any:
@@ -54,4 +71,4 @@ def for_noted_sizes(fn: Any, args: tuple[Any, ...]) -> Any:
     return (lambda: math.prod(shape)) if type(shape) is torch.Size and fn.__name__ == "numel" and any(map(is_noted, shape)) else None
 
 
-__all__ = ["for_noted_sizes"]
+__all__ = ["float_operand", "for_noted_sizes", "is_noted", "plain_key"]

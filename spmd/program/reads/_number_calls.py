@@ -265,7 +265,7 @@ def tensor(
     """`torch.tensor(data)` on the device; its program numbers stay values of the program."""
     device = torch.get_default_device() if device is None else torch.device(device)
     values = list(_flat(data))
-    is_plain = all(is_lifted(v) or is_number(v) or type(v) is bool for v in values)
+    is_plain = all(is_lifted(v) or (is_number(v) and _fits(v)) or type(v) is bool for v in values)
     shape = _shape(data)
     if device.type != "jax" or not is_plain or shape is None or not 0 < len(values) <= _MOST or options.get("pin_memory"):
         more = {"requires_grad": True} if requires_grad else {}
@@ -274,6 +274,11 @@ def tensor(
     numbers = [_element(v, dtype, device) for v in values]
     made = torch.stack(numbers).reshape(shape) if shape else numbers[0]
     return made.requires_grad_() if requires_grad else made
+
+
+def _fits(number: Any) -> bool:
+    """Whether it is no int that `torch.tensor` takes only for some dtypes, or refuses with an error of its own."""
+    return type(number) is not int or -(2**63) <= number < 2**63
 
 
 def _element(number: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

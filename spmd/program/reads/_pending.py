@@ -29,10 +29,11 @@ from spmd.device._host_copies import HostCopy
 from spmd.device._numbers import is_of_host, is_program_number, sample
 from spmd.program.reads._library import is_library, starts_trace
 from spmd.program.reads._nested import inside
+from spmd.program.reads._noted_sizes import is_noted
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import PLAIN
 from spmd.program.reads._text_functions import is_of_texts
-from spmd.program.reads._varying import Varying, is_noted
+from spmd.program.reads._varying import Varying
 
 _MAY_RAISE = (ValueError, ArithmeticError, LookupError)  # what a function of numbers raises, apart from a TypeError, which the trace raises
 _NEVER_RAISE = frozenset(

@@ -490,7 +490,7 @@ def resolved(value: Any) -> Any:
 
 
 def _may_change(cls: type) -> bool:
-    return is_python_class(cls) and is_recorded(cls.__module__)
+    return is_python_class(cls) and (is_recorded(cls.__module__) or issubclass(cls, torch.Tensor))
 
 
 def is_simple(key: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from spmd.base._signals import handlers_run
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import _calls, _hooks, _observers, _parts, _swap
+from spmd.program.reads import _calls, _hooks, _noted_sizes, _observers, _parts, _swap
 from spmd.program.reads._builtin_attributes import note_builtin_attribute, note_missing_attribute, origin_of
 from spmd.program.reads._c_methods import BY_NAME, note_c_attribute
 from spmd.program.reads._choices import Choice, choose
@@ -54,7 +54,7 @@ from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import Replacements
 from spmd.program.reads._tensor_attributes import note_tensor_attribute
 from spmd.program.reads._unseen import refuse_unseen
-from spmd.program.reads._varying import fixed, float_operand, is_noted, plain_key
+from spmd.program.reads._varying import fixed
 from spmd.program.reads._varying_index import may_vary, read_at
 
 _CODE = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)
@@ -191,7 +191,7 @@ class Recording(PlacesWritten):
                 return 0, (self.copies.note(found, holder, key),)
             key = fixed(key)
         elif not isinstance(holder, torch.Tensor):
-            key = plain_key(key)
+            key = _noted_sizes.plain_key(key)
         self._read_item(holder, key)
         return key, holder
 
@@ -234,7 +234,7 @@ class Recording(PlacesWritten):
 
     def _operands(self, left: Any, right: Any) -> Any:
         left = operand(self, left, right)
-        left = float_operand(left, right) if is_noted(right) else numpy_operand(left, right)
+        left = _noted_sizes.float_operand(left, right) if _noted_sizes.is_noted(right) else numpy_operand(left, right)
         for value in (left, right):
             self.read_content(value)
             _calls.note_operand(self, value)

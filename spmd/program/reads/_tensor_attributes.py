@@ -47,8 +47,8 @@ def note_tensor_attribute(recording: PlacesRead, tensor: torch.Tensor, name: str
         attributes = recording.attributes(tensor)
         if attributes is not None:
             recording._entry(attributes, name, "a tensor's", " ")
-    elif bases[0] is not torch.Tensor:
-        recording._class_attribute(bases[: bases.index(torch.Tensor)], name)
+    else:  # also of torch.Tensor, where a program may replace it
+        recording._class_attribute(bases, name)
 
 
 def _require_answer(recording: PlacesRead, tensor: torch.Tensor, name: str) -> None:

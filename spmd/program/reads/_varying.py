@@ -30,8 +30,10 @@ from spmd.device._storage import recording
 from spmd.program.reads._composed_functions import raised
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._nested import any_inside, holds_itself
+from spmd.program.reads._noted_sizes import is_noted
 from spmd.program.reads._number_calls import CHOICES, MAKE_TENSORS, SEARCHES, for_numbers, is_lifted, is_searchable, position_in
 from spmd.program.reads._number_functions import gives_float, keeps_settings, may_raise
+from spmd.program.reads._number_objects import RETURNED, Choice, identical_number
 from spmd.program.reads._number_operands import loses_numbers, number_beside
 from spmd.program.reads._numpy_numbers import NUMPYS, is_number, is_of_numbers, plain, with_errors
 
@@ -112,22 +114,30 @@ class Varying:
         evaluate: computes the number from the values of this call.
         is_numpy: whether the number is one of numpy: an item of an array, or the result of one.
         of_settings: for a number that follows from settings of optimizers alone, gives it in the form that torch takes; None for others.
+        choice: for a result of `min` or `max`, which argument it is.
     """
 
-    __slots__ = ("_numbers", "_symbol", "evaluate", "is_numpy", "of_settings")
+    __slots__ = ("_numbers", "_symbol", "_value", "choice", "evaluate", "is_numpy", "of_settings")
     __array_ufunc__ = None  # numpy's operators defer to ours: they would make an array of objects
 
     def __init__(self, numbers: Numbers, evaluate: Evaluate, is_numpy: bool = False, of_settings: Evaluate | None = None) -> None:
         self._numbers, self.of_settings = numbers, of_settings
         self._symbol: Any = None
+        self._value: Any = None
+        self.choice: Choice | None = None
         self.evaluate = evaluate
         self.is_numpy = is_numpy
 
     def concrete(self) -> Any:
-        """The value in this call. The program is then valid for this value only."""
-        value = self.evaluate()
-        self.guard(self.evaluate, value)
-        return value
+        """The value in this call, one object in all of a trace. The program is then valid for this value only."""
+        if self._value is None:
+            self._value = self.evaluate()
+        self.guard(self.evaluate, self._value)
+        return self._value
+
+    def is_held(self, value: Any) -> bool:
+        """Whether an object is the value that `concrete` has given."""
+        return value is self._value and value is not None
 
     def guard(self, evaluate: Evaluate, outcome: Any) -> None:
         """Guard: the program is valid while `evaluate()` gives `outcome`."""
@@ -145,12 +155,14 @@ class Varying:
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)` with varying arguments, as a value that every call computes."""
+        if len(args) == 1 and type(args[0]) is Varying and type(args[0].evaluate()) in RETURNED.get(fn, ()):
+            return args[0]
         of_settings: Evaluate | None = None
         if all(map(_is_of_settings, args)) and keeps_settings(fn, args):
             of_settings = lambda: for_numbers(fn)(*(a.traced() if type(a) is Varying else a for a in args))  # noqa: E731
             if gives_float(fn, args):
                 return of_settings()
-        parts = [_evaluate(a) for a in args]
+        parts = [evaluation(a) for a in args]
         evaluate = lambda: fn(*(part() for part in parts))  # noqa: E731
         if (errors := np.geterr()) != self._numbers.numpy_errors:
             evaluate = partial(with_errors, errors, evaluate)
@@ -200,6 +212,8 @@ class Varying:
         value = self.evaluate()
         if name.startswith("_") or not hasattr(value, name):  # torch tests attributes of any object
             raise AttributeError(f"'{type(value).__name__}' object has no attribute '{name}'")
+        if type(value) in RETURNED[operator.pos] and name in ("real", "numerator"):
+            return self
         return NumberMethod(self, name) if callable(getattr(value, name)) else getattr(self.concrete(), name)
 
 
@@ -232,7 +246,7 @@ def _may_change_type(fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     if fn in (operator.pow, operator.ipow, pow):  # ints to a negative power
         return not any(type(a) is float for a in args)
     among = args[0] if len(args) == 1 and is_sequence(args[0]) else args
-    return fn in (min, max) and len({type(_evaluate(a)()) for a in among}) > 1
+    return fn in (min, max) and len({type(evaluation(a)()) for a in among}) > 1
 
 
 def _item_of(evaluate: Evaluate, index: int) -> Any:
@@ -247,7 +261,7 @@ def _raised_by(evaluate: Evaluate) -> type[Exception] | None:
     return None
 
 
-def _evaluate(number: Any) -> Evaluate:
+def evaluation(number: Any) -> Evaluate:
     """A function that gives a number, or a list or tuple of numbers, in each call."""
     if isinstance(number, Varying):
         return number.evaluate
@@ -255,7 +269,7 @@ def _evaluate(number: Any) -> Evaluate:
         assert number.node.evaluate is not None
         return partial(_of_host, number.node.kind, number.node.evaluate)
     if is_sequence(number):
-        parts, kind = [_evaluate(item) for item in number], type(number)
+        parts, kind = [evaluation(item) for item in number], type(number)
         return lambda: kind([part() for part in parts])
     return number.now if is_noted(number) else lambda: number
 
@@ -291,7 +305,7 @@ def _comparison(name: str, fn: Callable[[Any, Any], Any]) -> None:
     def compare(self: Varying, other: Any) -> Any:
         if not self.takes(other):
             return fn(self.traced(), other) if isinstance(other, torch.Tensor) else fn(self.concrete(), other)
-        evaluate, its = self.evaluate, _evaluate(other)
+        evaluate, its = self.evaluate, evaluation(other)
         outcome = fn(evaluate(), its())
         self.guard(lambda: fn(evaluate(), its()), outcome)
         return outcome
@@ -328,25 +342,6 @@ _PURE = {
         *(getattr(builtins, name) for name in _BUILTINS),
     )
 }
-
-
-def is_noted(number: Any) -> bool:
-    """Whether it is a noted size: an int or float that records each comparison that Python makes of it. See `sizes/_size_reads`."""
-    return type(number) not in (int, float) and isinstance(number, (int, float)) and hasattr(number, "plain")
-
-
-def plain_key(key: Any) -> Any:
-    """A key with plain numbers in the place of noted sizes; the sizes record that their values were read."""
-    if type(key) is slice:
-        return slice(plain_key(key.start), plain_key(key.stop), plain_key(key.step))
-    return key.plain() if is_noted(key) else key
-
-
-def float_operand(left: Any, size: Any) -> Any:
-    """The left operand to use where the right one is a noted size: operators of float and numpy would read the size without a record."""
-    if isinstance(left, np.generic):
-        size.plain()
-    return size.beside(left) if type(left) is float else left
 
 
 def is_varying(key: Any) -> bool:
@@ -409,14 +404,13 @@ def fixed_if_varying(key: Any) -> Any:
 
 def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use instead of `fn` when some of its arguments vary; None if `fn` takes them as they are."""
-    if fn is builtins.isinstance:
-        return lambda value, kinds: isinstance(value.evaluate() if isinstance(value, Varying) else value, kinds)
-    if getattr(fn, "__name__", "") == "__instancecheck__":
-        return lambda value: fn(value.evaluate() if isinstance(value, Varying) else value)
+    name = getattr(fn, "__name__", "")
+    if (id(fn) == id(type) and len(args) == 1) or name in ("isinstance", "__instancecheck__"):
+        return lambda value, *kinds: fn(value.evaluate() if isinstance(value, Varying) else value, *kinds)
+    if fn is operator.is_ or fn is operator.is_not:
+        return lambda left, right: fn(identical_number(Varying, left, right), right)
     if fn is builtins.vars:  # a `Varying` has no `__dict__`, and raises for it
         raise NumbersNeeded
-    if fn is builtins.type and len(args) == 1:
-        return lambda value: type(value.evaluate() if isinstance(value, Varying) else value)
     if _is_pure(fn) and (first := _first_varying(args)) is not None and all(map(partial(_is_taken, fn, first), args)):
         return partial(_applied, first, fn)
     if fn in SEARCHES and len(args) > 1 and type(args[1]) is Varying and is_searchable(args):
@@ -451,7 +445,7 @@ def _holds_numpys(data: Any) -> bool:
 
 def _with_numpys_dtype(called: Any, data: Any, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
     """`torch.tensor` of numbers of numpy, whose dtype the tensor has."""
-    values = torch.tensor([_evaluate(v)() for v in data] if isinstance(data, (list, tuple)) else data.evaluate())
+    values = torch.tensor([evaluation(v)() for v in data] if isinstance(data, (list, tuple)) else data.evaluate())
     return called(*given, dtype=dtype or values.dtype, **options)
 
 
@@ -460,12 +454,16 @@ def _is_operator(fn: Any) -> bool:
 
 
 def _applied(number: Varying, fn: Any, /, *given: Any, **options: Any) -> Any:
-    if not options:
-        return number.apply(fn, *given)
     if "out" in options:  # of numpy
         return fn(*map(fixed_if_varying, given), **options)
-    num = len(given)
-    return number.apply(lambda *all_: fn(*all_[:num], **dict(zip(options, all_[num:], strict=True))), *given, *options.values())
+    num, call = len(given), fn
+    if options:
+        call = lambda *all_: fn(*all_[:num], **dict(zip(options, all_[num:], strict=True)))  # noqa: E731
+    found = number.apply(call, *given, *options.values())
+    if fn in CHOICES and type(found) is Varying:
+        among: Any = given[0] if num == 1 else given
+        found.choice = Choice(fn, among, list(map(evaluation, among)), options.get("key"))
+    return found
 
 
 def _is_pure(fn: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 from itertools import repeat
 from operator import is_
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from spmd.base._torch import (
 )
 from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
-from spmd.program.find._objects import contents_of, flatten, unflatten
+from spmd.program.find._objects import contents_of, flatten, is_object, unflatten
 from spmd.program.reads import PLAIN
 from spmd.program.trace._arguments import containers_among, own_storage, with_shared
 from spmd.program.trace._gradients import gradient_kind
@@ -259,6 +259,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _static(value: Any) -> tuple[Any, Any]:
+    if type(value) is slice:
+        return slice, (_static(value.start), _static(value.stop), _static(value.step))
+    if type(value).__hash__ is None and (type(value) is SimpleNamespace or is_object(value)):
+        return type(value), ByIdentity(value)  # what the function reads of it is guarded
     try:
         hash(value)
     except TypeError:
