@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from spmd.program.find._static import attributes_of
+import torch
+
+from spmd.program.find._static import attributes_of, class_dict
 from spmd.program.reads._places import ContentPlace, Expected, Place, is_same
 from spmd.program.reads._special_names import SPECIAL
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 ORDER = attrgetter("__mro__")
+_OF_TENSORS = class_dict(torch.Tensor)
 _DICT = attrgetter("__dict__")
 
 
@@ -69,8 +72,12 @@ class SpecialPlace(Place):
         self.dicts = dicts
         self.order, self.methods = holder.__mro__, self._methods()
 
-    def _methods(self) -> list[tuple[Any, ...]]:
-        return [tuple(map(own.get, SPECIAL)) for own in self.dicts]
+    def _methods(self) -> list[dict[str, Any]]:
+        found = [{name: own.get(name) for name in SPECIAL} for own in self.dicts]
+        for methods, own in zip(found, self.dicts, strict=True):
+            if own is _OF_TENSORS:
+                del methods["__len__"]  # which a trace replaces if sizes vary
+        return found
 
     def settle(self, expected: Expected) -> None:
         self.order, self.methods = self.holder.__mro__, self._methods()
@@ -79,8 +86,8 @@ class SpecialPlace(Place):
         if self.holder.__mro__ is not self.order and self.holder.__mro__ != self.order:
             return f"{self.title} has different base classes"
         for now, old in zip(self._methods(), self.methods, strict=True):
-            for name, new, before in zip(SPECIAL, now, old, strict=True):
-                if new is not before and not is_same(new, before):
+            for name, new in now.items():
+                if new is not (before := old[name]) and not is_same(new, before):
                     return f"{self.title}.{name} was replaced"
         return None
 

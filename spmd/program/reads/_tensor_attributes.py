@@ -28,6 +28,7 @@ ASKING = frozenset(
     id(getattr(owner, name)) for owner in (torch, torch.Tensor) for name in _OF_ARGUMENTS if callable(getattr(owner, name, None))
 )
 """Ids of the functions that ask these questions: `torch.is_conj(x)`."""
+_REPLACED_BY_TRACES = frozenset({"shape", "nbytes", "size", "numel", "nelement", "stride", "storage_offset"})  # if sizes vary
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # tensors that torch makes anew in every read
 
 
@@ -47,8 +48,10 @@ def note_tensor_attribute(recording: PlacesRead, tensor: torch.Tensor, name: str
         attributes = recording.attributes(tensor)
         if attributes is not None:
             recording._entry(attributes, name, "a tensor's", " ")
-    else:  # also of torch.Tensor, where a program may replace it
+    elif name not in _REPLACED_BY_TRACES:  # also of torch.Tensor, where a program may replace it
         recording._class_attribute(bases, name)
+    elif bases[0] is not torch.Tensor:
+        recording._class_attribute(bases[: bases.index(torch.Tensor)], name)
 
 
 def _require_answer(recording: PlacesRead, tensor: torch.Tensor, name: str) -> None:
