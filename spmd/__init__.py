@@ -38,6 +38,7 @@ from spmd.interop._to_jax import from_jax as from_jax
 from spmd.interop._to_jax import to_jax as to_jax
 from spmd.patches._module_apply import register as _register_moves
 from spmd.patches._parameter import register as _register_parameters
+from spmd.patches._running_averages import register as _register_averages
 from spmd.program._step import Step as Step
 from spmd.program._step import compile as compile
 from spmd.program.flow._accumulate import accumulate as accumulate
@@ -93,6 +94,7 @@ _register_precision()
 _register_in_graphs()
 _register_moves()
 _register_parameters()
+_register_averages()
 _register_distributed()
 _register_generation()
 _accept_in_foreach(XLAShardedTensor, _XLAShardedParameter)

@@ -41,11 +41,17 @@ _SMALL = 8  # maximum size of a dim for larger calls
 _MASKS = {torch.bool, torch.uint8}
 _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 _IS_OF_DTYPES = re.compile(r"[Tt]ype|not implemented for|floating.point|[Bb]ool|[Cc]omplex|integ|expects Long|a long tensor")
-# Ops for which accelerators accept more than the CPU: `histc` counts integers, and a 16-bit batch norm keeps statistics in float32.
 _IS_OF_SHAPES = re.compile(r"\b(dims?|dimensions?|dimensional|sizes?|shapes?|vector|matrix|\d-?D|number of elements)\b", re.IGNORECASE)
 _IS_OF_SELECTED = re.compile("broadcast together|cannot be broadcast to indexing result")
 # Their sizes have to agree with values of tensors, which are not those of the call here.
-_SIZES_ARE_VALUES = frozenset({"aten::lu_unpack", "aten::repeat_interleave", "aten::segment_reduce"})
+_SIZES_ARE_VALUES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("ctc_loss", "_ctc_loss", "_ctc_loss_backward", "_pack_padded_sequence", "_pad_packed_sequence"),
+        *("lu_unpack", "repeat_interleave", "segment_reduce"),
+    )
+)
+# Ops for which accelerators accept more than the CPU: `histc` counts integers, and a 16-bit batch norm keeps statistics in float32.
 _OTHER_ON_ACCELERATORS = {"aten::histc", "aten::native_batch_norm_backward"}
 _LACKS_A_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|Float8\w*|ComplexHalf)'")
 # Ops that move elements, which other accelerators have for float8 too. They have none that compute.

@@ -2,7 +2,7 @@
 
 `AveragedModel.update_parameters` copies in its first call and averages afterwards. A cumulative BatchNorm divides by the number of
 batches so far. In a trace both counts stay on the device. `AveragedModel` computes both results and selects by the count, so that
-one program serves all calls.
+one program serves all calls. It averages one tensor at a time, as on the CPU: torch's form for lists refuses integer buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from torch.optim.swa_utils import AveragedModel
 from spmd.base._torch import BatchNorm
 from spmd.device._copy import from_host
 from spmd.device._storage import is_device_tensor
-from spmd.patches._table import replaced
+from spmd.patches._table import current, replace, replaced
+
+
+def register() -> None:
+    """Let `AveragedModel` average as on the CPU, for the rest of the process."""
+    target = "torch.optim.swa_utils._get_foreach_kernels_supported_devices"
+    of_torch = current(target)
+    replace(target, lambda: [kind for kind in of_torch() if kind != "jax"])
 
 
 def move_counts_to_device(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
@@ -77,8 +84,8 @@ def _update(torchs: Callable[..., None], averaged: AveragedModel, model: torch.n
     def values(module: torch.nn.Module) -> Iterable[torch.Tensor]:
         return itertools.chain(module.parameters(), module.buffers()) if averaged.use_buffers else module.parameters()
 
-    for average, current in zip(values(averaged.module), values(model), strict=True):
-        average.copy_(torch.where(is_first, current.to(average.device), average))
+    for average, value in zip(values(averaged.module), values(model), strict=True):
+        average.copy_(torch.where(is_first, value.to(average.device), average))
 
 
 def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Tensor) -> torch.Tensor:
@@ -102,4 +109,4 @@ def _normalised(torchs: Callable[..., torch.Tensor], norm: Any, input: torch.Ten
     return out
 
 
-__all__ = ["move_counts_to_device", "counting_on_device", "replaced_counts"]
+__all__ = ["counting_on_device", "move_counts_to_device", "register", "replaced_counts"]

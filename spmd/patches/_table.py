@@ -53,7 +53,7 @@ class Patch:
 
 
 _ADDRESSES, _DLPACK, _DEVICE_NAMES = "spmd/device/_addresses.py", "spmd/device/_dlpack.py", "spmd/compat/torch_xla/_device_names.py"
-_STORAGE_BYTES = "spmd/device/_storage_bytes.py"
+_STORAGE_BYTES, _AVERAGES = "spmd/device/_storage_bytes.py", "spmd/patches/_running_averages.py"
 _CONTROL_FLOW, _REMAT = "spmd/program/flow/_control_flow.py", "spmd/program/flow/_remat.py"
 _PREPARATION, _TRACEABLE = "spmd/program/optim/_preparation.py", "spmd.program.optim._preparation.traceable"
 _SIZE_READS, _SIZES_READ = "spmd/program/sizes/_size_reads.py", "spmd.program.sizes._size_reads.sizes_read"
@@ -112,14 +112,15 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.optim.swa_utils.AveragedModel.update_parameters",
         "the count of a running average stays on the device",
-        "spmd/patches/_running_averages.py",
+        _AVERAGES,
         "spmd.patches._running_averages.counting_on_device",
         "self, model",
     ),
+    Patch("torch.optim.swa_utils._get_foreach_kernels_supported_devices", "averages as on the CPU", _AVERAGES, parameters=""),
     Patch(
         "torch.nn.modules.batchnorm._BatchNorm.forward",
         "the count of a cumulative batch norm stays on the device",
-        "spmd/patches/_running_averages.py",
+        _AVERAGES,
         "spmd.patches._running_averages.counting_on_device",
         "self, input",
     ),

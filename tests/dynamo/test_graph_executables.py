@@ -35,6 +35,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_model_runs_on_the_arrays_that_there_are(calls: list[list[Any]], dynamic: bool) -> None:
+    others = graphs()  # of functions in other modules, whose globals Dynamo keeps them in
     host, model = twins(Model)
     compiled = torch.compile(model, backend="spmd", fullgraph=True, dynamic=dynamic)
     inputs = {"x": batch(8, 8), "y": batch(3)}
@@ -47,7 +48,7 @@ def test_a_compiled_model_runs_on_the_arrays_that_there_are(calls: list[list[Any
         assert_same([result, same], list(host(inputs)), (2e-5, 2e-5))
         assert same is on_device["y"]
         assert {id(a) for a in before} <= {id(a) for given in calls for a in given}
-    assert not any(graph.refused or graph.sizes for graph in graphs())
+    assert not any(graph.refused or graph.sizes for graph in graphs() if graph not in others)
 
 
 def test_gradients_are_computed_from_the_arrays_that_there_are(calls: list[list[Any]]) -> None:

@@ -18,6 +18,7 @@ from tests.oracle import assert_same, assert_same_model, batch, train, twins
 ema = swa_utils.get_ema_multi_avg_fn(0.9)
 AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
     "swa": AveragedModel,
+    "swa_of_buffers": lambda m: AveragedModel(m, use_buffers=True),
     "swa_multi": lambda m: AveragedModel(m, multi_avg_fn=swa_utils.get_swa_multi_avg_fn()),
     "ema": lambda m: AveragedModel(m, multi_avg_fn=ema),
     "ema_of_buffers": lambda m: AveragedModel(m, multi_avg_fn=ema, use_buffers=True),
