@@ -165,7 +165,7 @@ def guard_numbers(guards: Guards, numbers: LiftedNumbers) -> None:
 
     def check() -> str | None:
         if numbers.today is None:
-            return "an optimizer's param_groups or state lost a number"
+            return "a number that is an input of the program was removed from its dict, list or object"
         return None if numbers.have_same_types() else "a number that is an input of the program has another type now"
 
     guards.add(check, values=[(_today, [numbers])])

@@ -117,7 +117,7 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         if not has_device_parameters(optimizer) or any(optimizer is known for known in (*found.optimizers, *found.as_objects)):
             recorder.note_step(optimizer)
         else:
-            _require_new_parameters(optimizer, recorder)
+            _require_new_parameters(optimizer, recorder, found)
 
     key: Any = object()  # not a number of `RemovableHandle`: those of the program's hooks are as without a trace
     global_optimizer_pre_hooks[key] = stepping
@@ -127,14 +127,16 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         del global_optimizer_pre_hooks[key]
 
 
-def _require_new_parameters(optimizer: torch.optim.Optimizer, recorder: TraceRecorder) -> None:
+def _require_new_parameters(optimizer: torch.optim.Optimizer, recorder: TraceRecorder, found: Reachable) -> None:
     """Let an optimizer step that the trace made for a copy of a model: its state is made in every call, like all that a call computes.
 
     Raises:
         Undiscovered: its parameters are from before the trace.
         TraceError: some of them are.
     """
-    news = [buffer_of(p) in recorder.newborn for group in optimizer.param_groups for p in group["params"] if is_device_tensor(p)]
+    older = set(map(id, found.device_tensors()))  # `p.data = new` gives one of these new memory
+    params = [p for group in optimizer.param_groups for p in group["params"] if is_device_tensor(p)]
+    news = [id(p) not in older and buffer_of(p) in recorder.newborn for p in params]
     if not any(news):
         raise Undiscovered(optimizer)
     if not all(news):
