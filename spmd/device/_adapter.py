@@ -343,7 +343,7 @@ class Adapter:
             {name: meta_argument(arg, named.get(name)) for name, arg in kwargs.items()},
         )
         results = meta_check.results(dynamic)
-        on_cpu = meta_check.check_dtypes(dynamic, draws=self.lowering.random)
+        on_cpu = meta_check.check_on_cpu(dynamic, draws=self.lowering.random)
         if on_cpu is not None and results is not None and on_cpu.dtypes is not None:
             # meta kernels in Python differ (bools ** True are bools); for floats they state what accelerators keep in float32
             results = tuple(m if m is None or m.is_floating_point else c for m, c in zip(results, on_cpu.dtypes, strict=True))

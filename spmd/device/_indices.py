@@ -27,7 +27,7 @@ from spmd.base._torch import OpOverload
 from spmd.device import _checks
 from spmd.device._checks import Check
 from spmd.device._refused_values import INTEGERS, REFUSED, Refused, values_of_mask
-from spmd.device._storage import buffer_of, load, recording
+from spmd.device._storage import buffer_of, is_whole, load, recording
 from spmd.device._uploaded import host_values, window
 
 _is_asked: ContextVar[bool | None] = ContextVar("whether indices that only the device knows are checked; None: as configured", default=None)
@@ -154,7 +154,16 @@ def _known(index: torch.Tensor) -> Any:
         return _host_view(index, buffer.host)
     if is_tracing():
         return None
-    return window(host_values(buffer), tuple(index.shape), index.stride(), int(index.storage_offset()))
+    return known_values(index)
+
+
+def known_values(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    """The values of a tensor that the host has sent to the devices; None if it does not know them."""
+    buffer = buffer_of(tensor)
+    host = host_values(buffer)
+    if host is None or is_whole(tensor, buffer):
+        return host
+    return window(host, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _require_inside(bound: Bound, values: np.ndarray[Any, Any], *details: str) -> None:

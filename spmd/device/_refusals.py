@@ -101,7 +101,7 @@ class MetaCheck:
     def check(self, values: Sequence[Any]) -> None:
         """Raise torch's error for arrays of these shapes, unless it has accepted them before."""
         if tuple([values[index].shape for index in self.holes]) not in self.accepted:
-            self.check_dtypes(values, draws=True)
+            self.check_on_cpu(values, draws=True)
             self.results(values)
 
     def results(self, values: Sequence[Any]) -> Dtypes:
@@ -129,7 +129,7 @@ class MetaCheck:
         self.accepted.add(tuple(shapes.values()))
         return _dtypes(out)
 
-    def check_dtypes(self, values: Sequence[Any], *, draws: bool) -> OnCpu | None:
+    def check_on_cpu(self, values: Sequence[Any], *, draws: bool) -> OnCpu | None:
         """Raise CPU torch's error for arguments of these dtypes, which meta kernels seldom check, or of these shapes.
 
         Runs once per combination of shapes, with small tensors of zeros instead of large ones. Errors that come from the smaller shapes or
@@ -383,7 +383,7 @@ def check_results(
         return TensorSlot(len(tensors) - 1, arg.dtype)
 
     check = MetaCheck(op, tuple(map(placed, args)), {name: placed(arg) for name, arg in {**kwargs, **targets}.items()})
-    on_cpu = check.check_dtypes(tensors, draws=draws)
+    on_cpu = check.check_on_cpu(tensors, draws=draws)
     if on_cpu is None:
         for target, (computed, _) in zip(targets.values(), results, strict=True):
             check_cast(computed, target.dtype)

@@ -5,10 +5,9 @@ Its implementations are in the floor above: `program/trace/_buffer_use` records 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 import mesh
@@ -16,6 +15,7 @@ from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
 
 if TYPE_CHECKING:
+    from spmd.device._indices import BeforeCall
     from spmd.device._storage import Buffer
 
 
@@ -74,7 +74,7 @@ class Recorder(Protocol):
     def known_count(self, value: Any) -> int | None:
         """The same for an integer, if this trace treats integers as Python ints."""
 
-    def each_call(self, tensor: torch.Tensor, look: Callable[[np.ndarray[Any, Any]], None]) -> bool:
+    def each_call(self, tensor: torch.Tensor, look: BeforeCall) -> bool:
         """Call `look` with the values of (a view of) an argument, now and before each call, if the host knows them.
 
         Returns:

@@ -9,18 +9,19 @@ import jax
 import numpy as np
 import torch
 
-from spmd.base._convert import exact_dtypes, host_array
+from spmd.base._convert import exact_dtypes
 from spmd.base._jax import ArrayImpl
 from spmd.base._progress import underway
 from spmd.base._torch import without_saved_tensors_hooks
 from spmd.base._torch_late import without_dynamo
 from spmd.device._checks import note, raise_known
 from spmd.device._host_copies import HostCopy
+from spmd.device._indices import known_values
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream
-from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, load, wrap
-from spmd.device._uploaded import host_values, window
+from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, wrap
+from spmd.device._uploaded import host_values
 from spmd.dynamo._graph_calls import Calls
 from spmd.dynamo._graph_inputs import Given, example_of, given_as, layout_of, write_back
 from spmd.dynamo._graph_node import on_tape
@@ -195,7 +196,7 @@ class GraphExecutables:
             if place < len(tensors):
                 check(_known_values(tensors[place], self.given[place]))
             else:
-                check(host_array(self._host_tensors(args)[place - len(tensors)]))
+                check(stored_values(self._host_tensors(args)[place - len(tensors)]))
 
     def bare(self, args: tuple[Any, ...]) -> Callable[[], Any]:
         """A call of only the forward executable on today's arrays, to measure the overhead around it."""
@@ -269,11 +270,7 @@ class GraphExecutables:
 
 def _known_values(tensor: torch.Tensor, how: Given) -> Any:
     """The values that the host knows of an input, in the form in which the trace got it; None if it does not."""
-    buffer = buffer_of(tensor)
-    host = host_values(buffer)
-    if how.stride is not None or host is None or is_whole(tensor, buffer):
-        return host
-    return window(host, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return known_values(tensor) if how.stride is None else host_values(buffer_of(tensor))
 
 
 __all__ = ["GraphExecutables"]

@@ -19,6 +19,7 @@ from spmd.base._errors import called_at, message
 from spmd.base._jax import with_constants_as_inputs
 from spmd.base._open_sizes import are_sizes_open
 from spmd.device._checks import Check
+from spmd.device._indices import BeforeCall
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, load, recording, wrap
 from spmd.dynamo._graph_backward import reached_by, tie_derivatives
@@ -54,7 +55,7 @@ class _GraphRound(CheckedRound):
     def takes_checks(self) -> bool:
         return self.is_forward
 
-    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+    def each_call(self, tensor: torch.Tensor, look: BeforeCall) -> bool:
         position = self.positions.get(id(buffer_of(tensor).value))
         if position is None:
             return False

@@ -168,7 +168,7 @@ def test_a_call_that_is_refused_for_its_shape_does_not_accept_the_dtypes() -> No
     assert not x.any()
     slots = (TensorSlot(0, torch.float32), TensorSlot(1, torch.float64))
     check = MetaCheck(torch.ops.aten.dot.default, slots, {})
-    refused(lambda: check.check_dtypes([torch.ones(2), torch.ones(2, 2)], draws=False), "1D tensors expected")
+    refused(lambda: check.check_on_cpu([torch.ones(2), torch.ones(2, 2)], draws=False), "1D tensors expected")
     refused(lambda: check.check([torch.ones(3), torch.ones(3)]), "dot : expected both vectors to have same dtype")
 
 
@@ -330,7 +330,7 @@ def test_the_cpu_is_asked_for_small_results(op: Any, args: tuple[Any, ...]) -> N
     """A trace for 256 chips would write 8 GiB of zeros."""
     check, large = MetaCheck(op, (TensorSlot(0, torch.float32), *args), {}), torch.empty(256, 32, 4096, 64, device="meta")
     with Sizes() as sizes:
-        check.check_dtypes([large], draws=False)
+        check.check_on_cpu([large], draws=False)
     assert sizes.seen
     assert max(sizes.seen) <= 8**5
 

@@ -53,6 +53,19 @@ def test_the_bound_of_an_index_may_be_a_size(lay: Fn, dynamic: bool) -> None:
                 torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("lay", [lambda i: i, lambda i: i.mT.contiguous().mT], ids=["dense", "transposed"])
+def test_only_the_rows_that_are_used_of_a_cpu_index_are_checked(lay: Fn) -> None:
+    run = compiled(lambda w, i: w[i[1:]], dynamic=False)
+    w, index = torch.arange(10.0), torch.arange(9).reshape(3, 3)
+    for row, column in ((0, 2), (2, 0), (2, 2)):
+        given = lay(index.index_put((torch.tensor(row), torch.tensor(column)), torch.tensor(99)))
+        expected, got = outcome(lambda w, i: w[i[1:]], w, given), outcome(run, w.to("jax"), given)
+        if isinstance(expected, Exception):
+            assert type(got) is type(expected) and str(expected) in str(got)
+        else:
+            torch.testing.assert_close(got, expected)
+
+
 # function, arguments that pass, arguments that fail
 CASES: dict[str, tuple[Fn, list[Any], list[Any]]] = {
     "division": (lambda a, b: a // b, [[7, 5, 3], [1, 2, 3]], [[7, 5, 3], [1, 2, 0]]),

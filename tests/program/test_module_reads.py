@@ -98,7 +98,7 @@ def test_a_change_of_a_module_is_seen_by_the_next_call(change: str) -> None:
                 undo()
         results.append([t.detach().cpu() for t in found])
     for ours, its in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, its, rtol=1e-14, atol=1e-14)  # float64
+        torch.testing.assert_close(ours, its, rtol=1e-14, atol=1e-14)  # float64: last bits
     assert not torch.equal(results[0][1], results[0][2])  # the change was one
 
 

@@ -16,6 +16,7 @@ import torch
 
 from spmd.device._arrays import padded
 from spmd.device._checks import Check, stacked
+from spmd.device._indices import BeforeCall
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, recording
 from spmd.program.trace._buffer_use import DROPPED_VALUE
@@ -97,7 +98,7 @@ class CheckedRound(Round):
             self.checks.append((check, flag))
         return self.takes_checks
 
-    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+    def each_call(self, tensor: torch.Tensor, look: BeforeCall) -> bool:
         return self.takes_checks
 
     def flags(self) -> list[Any]:

@@ -30,11 +30,11 @@ class SizedChecks:
             raise SizeDecides("the size decides which arguments are indices")
         self._first = list(checks[0])
         self._bounds = [points.integer(tuple(check.check.bound.size for check in same)) for same in zip(*checks, strict=True)]
-        self._latest: tuple[Sequence[int], list[ArgumentCheck]] = (), self._first if not self._bounds else []
+        self._latest: tuple[Sequence[int], list[ArgumentCheck]] | None = None
 
     def at(self, sizes: Sequence[int]) -> list[ArgumentCheck]:
         """The checks for a call with these sizes."""
-        if self._bounds and self._latest[0] != sizes:
+        if self._latest is None or self._latest[0] != sizes:
             resized = [
                 replace(check, check=replace(check.check, bound=_with_size(check.check.bound, int(bound(sizes)))), seen=None)
                 for check, bound in zip(self._first, self._bounds, strict=True)

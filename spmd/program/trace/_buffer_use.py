@@ -15,6 +15,7 @@ from mesh import ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
 from spmd.device._checks import Check
+from spmd.device._indices import BeforeCall
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.reads._library import is_recorded
 from spmd.program.trace._known_inputs import KnownInputs
@@ -164,7 +165,7 @@ class TraceRecorder:
         evaluate = None if self.known is None else self.known.number(value, self.reads)
         return None if evaluate is None else self.as_number(evaluate)
 
-    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+    def each_call(self, tensor: torch.Tensor, look: BeforeCall) -> bool:
         return self.is_stacked if self.known is None else self.known.each_call(tensor, look)
 
     def known_count(self, value: Any) -> int | None:

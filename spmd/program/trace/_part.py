@@ -10,6 +10,7 @@ import torch
 from mesh import ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
+from spmd.device._indices import BeforeCall
 from spmd.device._storage import Buffer, recording
 from spmd.device._trace_recorder import Recorder
 from spmd.program.trace._buffer_use import TraceRecorder
@@ -78,7 +79,7 @@ class Part:
     def known_count(self, value: Any) -> int | None:
         return self.outer.known_count(value)
 
-    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
+    def each_call(self, tensor: torch.Tensor, look: BeforeCall) -> bool:
         """False: a call need not run the part, and no flag can leave it."""
         return False
 
