@@ -56,6 +56,9 @@
         +-- StateBeforeStep                            ... with an optimizer's state created by its first step, not before
         +-- Undiscovered                               ... with a module or optimizer that had not been discovered
         +-- NewContainerTypes                          ... with more classes recognized as containers
+        +-- NoChoice                                   ... with the condition of a block that cannot be computed unless it runs
+        +-- SideNeeded                                 ... with the side of a branch that the device decides
+        +-- OtherSides                                 ... with other sides of such branches
     Exception                                          internal: always caught by this package
     +-- _StateComplete                                 an optimizer has all its state
     +-- NotTaken                                       no pending value can keep an argument until a call ends

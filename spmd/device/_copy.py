@@ -195,6 +195,14 @@ def local_scalar_dense(self: torch.Tensor) -> Any:
     return fetched(value).reshape(()).item()
 
 
+def is_nonzero(self: torch.Tensor) -> bool:
+    """`bool(tensor)`, and each branch on one."""
+    if self.numel() != 1:
+        number = "more than one value" if self.numel() else "no values"
+        raise RuntimeError(f"Boolean value of Tensor with {number} is ambiguous")
+    return bool((self != 0 if self.is_complex() else self).item())
+
+
 def zero_(self: torch.Tensor) -> torch.Tensor:
     """`tensor.zero_()`. It reads no value, so it also works on a gradient whose value was dropped."""
     buffer = buffer_of(self)

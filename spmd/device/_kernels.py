@@ -47,6 +47,7 @@ _SPECIAL = {
     "copy_": _copy.copy_,
     "zero_": _copy.zero_,
     "_local_scalar_dense": _copy.local_scalar_dense,
+    "is_nonzero": _copy.is_nonzero,
     "equal": _copy.equal,
     "one_hot": _like.one_hot,
     "_new_zeros_with_same_feature_meta": _like.new_zeros_with_same_feature_meta,
@@ -82,7 +83,7 @@ DEFERRED = frozenset({"device", "strides", "whole", "in place", "rule", "derived
 _NEVER_DEFERRED = frozenset(
     {
         *("_nested_tensor_from_mask_left_aligned", "empty.memory_format", "empty_strided", "empty_like", "new_empty_strided"),
-        *("_local_scalar_dense", "equal", "one_hot", "_assert_async", "_assert_async.msg", "resize_", "as_strided_scatter"),
+        *("_local_scalar_dense", "is_nonzero", "equal", "one_hot", "_assert_async", "_assert_async.msg", "resize_", "as_strided_scatter"),
         *("_pin_memory", "is_pinned", "_new_zeros_with_same_feature_meta"),
     }
 )
@@ -197,6 +198,7 @@ def install() -> Installed:
     for name in ("quantile", "nanquantile"):
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             installed.add(name, checked_composite(resolve(name)), key, by="composite")
+    installed.add("is_nonzero", _copy.is_nonzero, "AutogradPrivateUse1", by="device")
     for name, kernel in _derivatives.kernels().items():
         installed.add(name, kernel, "AutogradPrivateUse1")
     for name, kernel in _autocast.kernels().items():

@@ -27,7 +27,7 @@ from spmd.base._errors import TraceError, called_at, message
 from spmd.device._asserted import answered
 from spmd.device._host_answers import host_answer
 from spmd.device._powers import power
-from spmd.device._storage import once
+from spmd.device._storage import once, recording
 
 Evaluate = Callable[[], float]
 AsInput = Callable[[Any], Any]
@@ -186,6 +186,9 @@ class NumberNode:
         if self.evaluate is None or self.on_branch is None:
             answer = answered(self._is_true)
             known = host_answer(self._is_true()) if answer is None else answer
+            recorder = recording.get()
+            if known is None and recorder is not None:
+                known = recorder.side_of(self._is_true())
             if known is None:
                 raise needs_value("bool (a branch)")
             return bool(known)

@@ -33,4 +33,15 @@ def donatable(values: list[Any]) -> list[Any]:
     return [copied(value) if is_shared(value) else value for value in values] if _shared else values
 
 
-__all__ = ["is_shared", "note_shared", "donatable"]
+def copy_shared(state: list[Any]) -> None:
+    """Copy arrays that occur more than once in `state`, in place: an array can be donated only once."""
+    if len(set(map(id, state))) == len(state):
+        return
+    seen: set[int] = set()
+    for i, value in enumerate(state):
+        if id(value) in seen:
+            state[i] = copied(value)
+        seen.add(id(value))
+
+
+__all__ = ["copy_shared", "donatable", "is_shared", "note_shared"]

@@ -92,6 +92,8 @@ class Recorder(Protocol):
         """Add a check to the program that the 0-dim `flag` is not set. Returns False if no check can be added here."""
         ...
 
+    def side_of(self, value: Any) -> bool | None: ...  # that a branch on a bool[] takes that only the device knows; None: it takes none
+
     def random_state(self) -> tuple[Any, int]: ...  # its words, and the default stream's number of draws at that state
 
     def laid_out(self, spec: mesh.ShardingSpec) -> None:

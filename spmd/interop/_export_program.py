@@ -217,6 +217,9 @@ class _Part:
             raise _refused(
                 self.name, "counts in Python in an optimizer's state, or leaves a mode of torch changed", "keep the count in a tensor"
             )
+        if captured.outputs.sides:
+            line = captured.outputs.sides[0].line
+            raise _refused(self.name, f"branches on a value of the device, at {line}", "torch.where(condition, a, b), or torch.cond")
         if self.program.arguments.written:
             raise _refused(self.name, "writes in place to an argument", "access the tensor from the function instead, as state")
         if captured.state.held:

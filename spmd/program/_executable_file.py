@@ -184,4 +184,13 @@ def _invalid(path: Path, why: str) -> SpmdError:
     return SpmdError(message(f"{path} is not a complete file of programs", why, fix="save it again: step.save(path)"))
 
 
-__all__ = ["NoProgramFile", "load_executables", "save_executables"]
+def not_in_file(name: str, path: str) -> str:
+    """The warning for a function that is compiled although a file of executables was loaded."""
+    return message(
+        f"{name} is compiled: the loaded file {path} has no program for this call",
+        "the function, a setting, or the shapes, values or shardings of its arguments and state differ from those at save time",
+        fix=f"call it once with each kind of arguments, then {name}.save({path!r})",
+    )
+
+
+__all__ = ["NoProgramFile", "load_executables", "not_in_file", "save_executables"]

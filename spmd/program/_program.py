@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -25,7 +24,7 @@ from spmd.device._arrays import fetched, is_readable
 from spmd.device._checks import note, raise_known
 from spmd.device._pacing import note_call
 from spmd.device._random_stream import default_stream
-from spmd.device._shared_arrays import donatable
+from spmd.device._shared_arrays import copy_shared, donatable
 from spmd.device._storage import Buffer, buffer_of
 from spmd.device._trace_lock import memory_is_gone, was_taken
 from spmd.device._uploaded import note_sent
@@ -34,6 +33,7 @@ from spmd.program._options import Options
 from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
+from spmd.program.reads._pending_outputs import take_written
 from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import RolledProgram, repeats_left, rolled_program
 from spmd.program.run._argument_arrays import ArgumentArrays
@@ -47,6 +47,7 @@ from spmd.program.run._written_tensors import WrittenTensors
 from spmd.program.stored import StoredTrace
 from spmd.program.trace._arguments import of_caller, put_in_argument
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._device_branches import other_sides
 from spmd.program.trace._known_inputs import check_arguments
 from spmd.program.trace._memory_order import stored_values
 from spmd.program.trace._output_tree import rebuilt
@@ -70,6 +71,7 @@ class Program(Executable):
         digest: cache key of its executable; None if the executable cannot be cached.
         no_digest: what prevents a digest, as a noun phrase.
         compilation: the compilation of the executable, which may still be running in another thread.
+        sides: the sides of its branches on values that only the device knows. See Note [Device branches].
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Program(Executable):
             stored: the trace of an earlier process that `captured` is of; None after a trace of this process.
         """
         self.captured, self.options, self._stored = captured, options, stored
+        self.sides = tuple(side.taken for side in captured.outputs.sides)
         written, read, written_args = _state_of(captured)
         self.devices = ProgramDevices.of((*written, *read, *captured.inputs.arguments), captured.layouts)
         self.mesh, self.is_ahead = self.devices.mesh, self.devices.is_ahead
@@ -143,6 +146,7 @@ class Program(Executable):
         ]
         dispatched: list[tuple[object, Callable[[ProgramCall], None]]] = [
             (self.devices.are_paced, self._note_call),
+            (captured.outputs.sides, self._require_sides),
             (captured.outputs.finite, self._require_finite),
             (captured.outputs.checks, self._note_checks),
             ("copy" in captured.outputs.output_kinds, self._begin_copies),
@@ -208,7 +212,7 @@ class Program(Executable):
             self.digest = None if client is None else program_digest(self, name, args, pinned, client)
         except NoDigest as error:
             self.no_digest = str(error)
-        check, donate = None, not self.options.debug_nans
+        check, donate = None, not (self.options.debug_nans or self.captured.outputs.sides)
         if self.watched is not None:
             buffers = [*self.written.buffers, *self.read.buffers]
             check = partial(self.watched.require_same, name, self.mesh, buffers, arg_buffers), self._require_sound
@@ -274,10 +278,12 @@ class Program(Executable):
 
     def _output_shardings(self) -> list[Any] | None:
         """In a job of several processes each has all of a copy to the host. XLA chooses the others, without such copies all (None)."""
-        kinds, num_others = self.captured.outputs.output_kinds, len(self.captured.outputs.finite) + bool(self.captured.outputs.checks)
-        if self.watched is None or "copy" not in kinds:
+        outputs, whole = self.captured.outputs, self.devices.replicated
+        kinds, has_sides = outputs.output_kinds, bool(outputs.sides)
+        if self.watched is None or not ("copy" in kinds or has_sides):
             return None
-        return [*(self.devices.replicated if kind == "copy" else None for kind in kinds), *[None] * num_others]
+        others = [None] * (outputs.num_arrays - len(kinds) - has_sides)
+        return [*(whole if kind == "copy" else None for kind in kinds), *others, *[whole] * has_sides]
 
     def _gradient_sharding(self, grad: torch.Tensor) -> Any:
         for parameter, its in self.captured.outputs.gradients:
@@ -304,18 +310,22 @@ class Program(Executable):
                 return f"its state is on {over} now, and was on one device"
         return captured.guarded.guards.reason()
 
-    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
+    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any, num_decided: int = 0) -> Any:
         """Run once on the current state.
 
         Args:
             arg_buffers: buffers of the device tensors among the arguments.
             hosts: the CPU tensors among the arguments.
             given: the positional and keyword arguments of the caller.
+            num_decided: number of branches on values of the device whose sides another program has decided for this call.
 
         Returns:
             The function's result.
+
+        Raises:
+            OtherSides: the call takes other sides than the program; nothing was stored.
         """
-        call = ProgramCall(arg_buffers, given)
+        call = ProgramCall(arg_buffers, given, num_decided)
         call.hosts = list(map(stored_values, hosts)) if hosts else []
         for step in self._before:
             step(call)
@@ -323,7 +333,7 @@ class Program(Executable):
         written_args, kept_args = self.arguments.current(arg_buffers)
         donated = donatable(state[: self.num_donated]), donatable(written_args)
         if call.changed:
-            _copy_shared(donated[0])
+            copy_shared(donated[0])
         host_args, (numbers, words) = [*map(self.devices.array_of, call.hosts)], self.inputs.current()
         call.inputs = donated, state[self.num_donated :], read, kept_args, host_args, numbers, words
         for step in self._gathered:
@@ -374,7 +384,7 @@ class Program(Executable):
         note_call((*call.outputs, *call.gradients, *call.state[self.num_donated :]), call.state)
 
     def _note_checks(self, call: ProgramCall) -> None:
-        note(call.outputs[-1 - len(self.captured.outputs.finite)], self.captured.outputs.checks)
+        note(call.outputs[len(self.captured.outputs.output_kinds)], self.captured.outputs.checks)
 
     def _begin_copies(self, call: ProgramCall) -> None:
         """Begin all copies to the host at once."""
@@ -416,10 +426,16 @@ class Program(Executable):
                 )
             )
 
+    def _require_sides(self, call: ProgramCall) -> None:
+        """Raise OtherSides, before state is written, if the call takes other sides than the program. See Note [Device branches]."""
+        if others := other_sides(self.captured.outputs.sides, fetched(call.outputs[-1]).tolist(), call.num_decided):
+            self._is_advanced, others.num_written = False, take_written(self.captured.writes.effects)
+            raise others
+
     def _require_finite(self, call: ProgramCall) -> None:
         """Raise NonFiniteError, before state is written, if the output of a module was not finite."""
-        flags = call.outputs[-len(self.captured.outputs.finite) :]
-        for name, flag in zip(self.captured.outputs.finite, flags, strict=True):
+        own = self.captured.outputs
+        for name, flag in zip(own.finite, call.outputs[len(own.output_kinds) + bool(own.checks) :], strict=False):
             if not np.all(fetched(flag)):
                 raise NonFiniteError(
                     message(
@@ -479,17 +495,6 @@ def _state_of(captured: Captured) -> tuple[list[Buffer], list[Buffer], list[int]
     is_written = set(written)
     read = [b for b in dict.fromkeys(captured.state.consts) if b is not None and b not in is_written]
     return written, read, [position[id(b)] for b in captured.state.written if id(b) in position]
-
-
-def _copy_shared(state: list[Any]) -> None:
-    """Copy arrays that occur more than once in `state`, in place: an array can be donated only once."""
-    if len(set(map(id, state))) == len(state):
-        return
-    seen: set[int] = set()
-    for i, value in enumerate(state):
-        if id(value) in seen:
-            state[i] = jnp.copy(value)
-        seen.add(id(value))
 
 
 __all__ = ["Program"]

@@ -48,6 +48,7 @@ def program_digest(program: Program, name: str, args: Sequence[Any], pinned: Any
             kinds,
             len(captured.outputs.finite),
             bool(captured.outputs.checks),
+            bool(captured.outputs.sides),
         ),
         *(captured.inputs.draws, captured.inputs.num_hosts, len(captured.outputs.kept_gradients), len(captured.state.born)),
         [_described(value) for value in jax.tree.leaves(args)],

@@ -37,6 +37,7 @@ from spmd.program.sizes._size_reads import SizeReads, sizes_read
 from spmd.program.sizes._sized_arguments import padded, parts_of, replaced, stand_in
 from spmd.program.sizes._sized_program import SizedProgram
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._device_branches import OtherSides
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._trace_settings import TraceSettings
 from spmd.program.xla._compilation import Making
@@ -63,6 +64,8 @@ class SizedStep(Step[Any, Any]):
     Attributes:
         dynamic: the option `dynamic` of `spmd.compile`; empty if it was True.
     """
+
+    _may_branch = False  # at the sizes of a trace, which are no call's
 
     def __init__(self, fn: Callable[..., Any], options: Options, dynamic: Mapping[str, Any] | Literal[True]) -> None:
         self._own_traces = 0
@@ -104,10 +107,10 @@ class SizedStep(Step[Any, Any]):
     def _note_use(self, program: Program) -> None:
         (self._programs if isinstance(program, SizedProgram) else self._exact._programs).note_use(program)
 
-    def _found(self, args: Any, kwargs: Any, *, is_beside: bool = False) -> tuple[Program, Signature]:
+    def _found(self, args: Any, kwargs: Any, *, is_beside: bool = False, decided: OtherSides | None = None) -> tuple[Program, Signature]:
         args, kwargs, call = self._sized(args, kwargs)
         if not call.sizes:
-            return self._exact._found(args, kwargs, is_beside=is_beside)
+            return self._exact._found(args, kwargs, is_beside=is_beside, decided=decided)
         self._now = call
         for family in self._families:
             family.today = tuple(call.sizes[name] for name in family.names) if set(family.names) == set(call.sizes) else ()
@@ -120,7 +123,7 @@ class SizedStep(Step[Any, Any]):
                 raise self._refused(why) from why
             if str(why) not in self.retraces:
                 self.retraces.append(str(why))
-            return self._exact._found(args, kwargs, is_beside=is_beside)
+            return self._exact._found(args, kwargs, is_beside=is_beside, decided=decided)
         finally:
             self._now = None
         return program, found._replace(hosts=[*found.hosts, torch.tensor([call.sizes[name] for name in call.names])])

@@ -16,7 +16,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -32,7 +32,7 @@ from spmd.device._storage import recording
 from spmd.device._trace_lock import trace_lock
 from spmd.patches._running_averages import move_counts_to_device
 from spmd.program._copied_step import CopiedStep
-from spmd.program._executable_file import load_executables, save_executables
+from spmd.program._executable_file import load_executables, not_in_file, save_executables
 from spmd.program._job_checks import compiling
 from spmd.program._options import Options
 from spmd.program._program import Program
@@ -44,12 +44,13 @@ from spmd.program.reads import uncollected
 from spmd.program.reuse._check import require_same
 from spmd.program.reuse._guards import guard_configured_checks
 from spmd.program.reuse._program_cache import ProgramCache
-from spmd.program.reuse._retrace_log import log_retrace, noting_retrace
+from spmd.program.reuse._retrace_log import log_retrace, never_ends, noting_retrace, too_often
 from spmd.program.reuse._signature import Signature, changed_signature, signature
 from spmd.program.roll._rolled import Loop
 from spmd.program.stored import NotHere, TraceStore
 from spmd.program.trace._capture import capture
 from spmd.program.trace._captured import Captured
+from spmd.program.trace._device_branches import OtherSides, waits
 from spmd.program.trace._gradients import StaleGradients
 from spmd.program.trace._results import require_function
 from spmd.program.trace._trace_settings import TraceSettings
@@ -73,6 +74,8 @@ class Step(CopiedStep, Generic[P, R]):
         retraces: the reason for every trace after the first.
         num_traces: the number of traces.
     """
+
+    _may_branch = True  # on values that only the device knows
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
         require_function(fn)
@@ -99,17 +102,23 @@ class Step(CopiedStep, Generic[P, R]):
             return self._fn(*args, **kwargs)
         end_step()
         with trace_lock:
-            program, call = self._found(args, kwargs)
-            for base, position in call.copied:
-                program.refuse_write_to_view(base, position)
-            self._latest, self._latest_key = program, call.key
-            if program is not self._programs.newest:
-                self._note_use(program)
-            leaves = [action() for action in program.captured.writes.actions]
-            result = program(call.buffers, call.hosts, (args, kwargs))
-            for leave in leaves:
-                leave()
-            return result
+            decided: OtherSides | None = None
+            while True:
+                program, call = self._found(args, kwargs, decided=decided)
+                for base, position in call.copied:
+                    program.refuse_write_to_view(base, position)
+                self._latest, self._latest_key = program, call.key
+                if program is not self._programs.newest:
+                    self._note_use(program)
+                leaves = [action() for action in program.captured.writes.actions]
+                try:
+                    result = program(call.buffers, call.hosts, (args, kwargs), 0 if decided is None else len(decided.sides))
+                except OtherSides as found:  # nothing was stored
+                    decided = found.with_traceback(None)
+                    continue
+                for leave in leaves:
+                    leave()
+                return result
 
     def _note_use(self, program: Program) -> None:
         self._programs.note_use(program)
@@ -172,10 +181,13 @@ class Step(CopiedStep, Generic[P, R]):
             self._loaded = {**self._loaded, **found}
             self._loaded_from = str(path)
 
-    def _found(self, args: Any, kwargs: Any, *, is_beside: bool = False) -> tuple[Program, Signature]:
-        """The program for a call, and the call's signature under the settings of that program. Traces if no cached program is valid."""
-        settings = self._settings
-        failed: str | None = None  # why the newest program of this signature is not valid any more
+    def _found(self, args: Any, kwargs: Any, *, is_beside: bool = False, decided: OtherSides | None = None) -> tuple[Program, Signature]:
+        """The program for a call, and the call's signature under the settings of that program. Traces if no cached program is valid.
+
+        `decided`: the first sides of this call, after a program took others.
+        """
+        settings = self._settings if decided is None else decided.other_settings(self._settings)
+        failed = None if decided is None else decided.reason  # why the newest program of this signature is not valid any more
         attempts = 0
         while True:
             attempts += 1
@@ -185,10 +197,12 @@ class Step(CopiedStep, Generic[P, R]):
                     if program.compilation.has_failed:
                         self._programs.drop(program)
                         continue
+                    if decided is not None and program.sides[: len(decided.sides)] != decided.sides:
+                        continue
                     reason = program.reason_to_trace(call.numbers, call.buffers, call.hosts)
                     if reason is None:
                         if self._options.check:
-                            require_same(self._name, program.captured, self._traced(call, settings)[0])
+                            require_same(self._name, program.captured, self._traced(call, replace(settings, sides=program.sides))[0])
                         return program, call
                     failed = failed or reason
                     self._varying.note(program.captured, settings)
@@ -200,7 +214,7 @@ class Step(CopiedStep, Generic[P, R]):
                 if settings == before:
                     raise
                 if attempts == _MOST_ATTEMPTS:
-                    raise self._never_ends(again) from None
+                    raise never_ends(self._name, attempts, again) from None
                 settings = self._varying.limited(settings, before)
                 self._settings = settings.of_step()
 
@@ -215,10 +229,12 @@ class Step(CopiedStep, Generic[P, R]):
             program, num_traces = self._compiled(call, failed, settings, is_beside)
         captured = program.captured
         if self._loaded and program.digest not in self._loaded:
-            warnings.warn(self._not_loaded(), stacklevel=5)
+            warnings.warn(not_in_file(self._name, self._loaded_from), stacklevel=4)
         warning = None if self.num_traces else whole_batch(self._name, program.mesh, captured, call.buffers, call.hosts)
         if warning is not None:
-            warnings.warn(warning, stacklevel=5)
+            warnings.warn(warning, stacklevel=4)
+        if program.sides and not any(other.sides for other in self._programs):
+            warnings.warn(waits(self._name, captured.outputs.sides), stacklevel=4)
         if program.is_ahead:
             return program, call
         self.num_traces += num_traces
@@ -238,7 +254,9 @@ class Step(CopiedStep, Generic[P, R]):
         """
         self._require_may_trace(failed)
         # what has changed is an input: a stored trace in which it is a constant would be found again for every other value
-        store = TraceStore.of(self._fn, self._name, self._options, call, self._varying, client())
+        store = TraceStore()
+        if not settings.sides:  # a stored trace cannot say which sides a call takes
+            store = TraceStore.of(self._fn, self._name, self._options, call, self._varying, client())
         try:
             return self._made(call, failed, settings, is_beside, store)
         except NotHere:  # the executable of a stored trace is for other shardings, or damaged
@@ -262,7 +280,7 @@ class Step(CopiedStep, Generic[P, R]):
 
     def _require_may_trace(self, failed: str | None) -> None:
         if failed is not None and self._options.on_retrace == "error" and len(self.retraces) + 1 >= self._options.max_retraces:
-            raise TraceError(self._too_often(len(self.retraces) + 1, failed))
+            raise TraceError(too_often(self._name, len(self.retraces) + 1, failed))
 
     def _signature(self, args: Any, kwargs: Any) -> Signature:
         settings, state, reached = self._settings, self._programs.state, self._programs.reached
@@ -309,6 +327,7 @@ class Step(CopiedStep, Generic[P, R]):
                     is_stacked=options.steps_per_call > 1,
                     varying=self._varying,
                     arguments=call.numbers,
+                    may_branch=self._may_branch and options.steps_per_call == 1,
                 )
             if options.check_indices is None and store.found is None:
                 guard_configured_checks(captured.guarded.guards)
@@ -322,25 +341,7 @@ class Step(CopiedStep, Generic[P, R]):
         self.retraces.append(reason)
         log_retrace(self._name, reason, len(self.retraces), self._options.max_retraces)
         if len(self.retraces) == self._options.max_retraces:
-            warnings.warn(self._too_often(len(self.retraces), reason), stacklevel=4)
-
-    def _too_often(self, times: int, reason: str) -> str:
-        return message(
-            f"{self._name} was traced again {times} times, and each trace costs a compilation",
-            f"the last reason: {reason}",
-            fix="keep the value that changes constant, or pass it as a tensor; .retraces has all reasons",
-        )
-
-    def _never_ends(self, last: BaseException) -> TraceError:
-        what = f"{self._name} was traced {_MOST_ATTEMPTS} times in one call, and each trace asked for another one ({type(last).__name__})"
-        return TraceError(message(what, fix="create modules, optimizers and containers of tensors once, outside of the function"))
-
-    def _not_loaded(self) -> str:
-        return message(
-            f"{self._name} is compiled: the loaded file {self._loaded_from} has no program for this call",
-            "the function, a setting, or the shapes, values or shardings of its arguments and state differ from those at save time",
-            fix=f"call it once with each kind of arguments, then {self._name}.save({self._loaded_from!r})",
-        )
+            warnings.warn(too_often(self._name, len(self.retraces), reason), stacklevel=5)
 
     def __repr__(self) -> str:
         return f"<compiled function {self._name}: {_counted(self.num_executables, 'program')}, {_counted(self.num_traces, 'trace')}>"

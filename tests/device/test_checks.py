@@ -27,6 +27,7 @@ from tests.device.asserting import (
 from tests.grids import grid
 from tests.lowering.against_cpu import assert_equal, on_jax
 from tests.sweeps import part_of
+from tests.waits import waiting
 
 Two = Callable[[torch.Tensor, torch.Tensor], Any]
 nan, inf = float("nan"), float("inf")
@@ -192,10 +193,23 @@ def test_distributions_work_compiled_as_eagerly(name: str) -> None:
             torch.testing.assert_close(got.cpu(), want.cpu(), rtol=ROUNDINGS, atol=ROUNDINGS)
 
 
-@pytest.mark.parametrize("fn", [caught_inside, with_two_sides, written_first, in_a_branch])
-def test_a_branch_that_does_more_is_refused(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize("fn", [caught_inside, with_two_sides, written_first])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_branch_that_does_more_takes_a_side_in_each_call(fn: Callable[[torch.Tensor], torch.Tensor], sign: int) -> None:
+    step, x = spmd.compile(fn), torch.full((2,), float(sign))
+    try:
+        expected: Any = fn(x.clone())
+    except Exception as error:
+        with waiting(step), pytest.raises(type(error)):
+            step(on_jax(x.clone()))
+    else:
+        with waiting(step):
+            assert_equal(step(on_jax(x.clone())), expected)
+
+
+def test_a_branch_in_a_body_is_refused() -> None:
     with pytest.raises(spmd.TraceError, match="needed as a Python"):
-        spmd.compile(fn)(torch.ones(2, device="jax"))
+        spmd.compile(in_a_branch)(torch.ones(2, device="jax"))
 
 
 def test_the_side_that_raises_is_read_from_the_code() -> None:
@@ -292,8 +306,9 @@ def test_tensors_that_are_computed_alike_are_equal_in_a_program() -> None:
     result = step(on_jax(torch.tensor([1.0, nan])))  # NaN is not equal to itself
     with pytest.raises(spmd.CheckFailed, match="x contains NaN"):
         result[0].cpu()
-    with pytest.raises(spmd.TraceError, match="needed as a Python bool"):
-        spmd.compile(lambda x, y: Alike()(x, y))(x, other)
-    with pytest.raises(spmd.TraceError, match="needed as a Python bool"):
-        spmd.compile(lambda x: torch.equal(x.exp(), x.exp2()))(x)
+    alike, equal = spmd.compile(lambda x, y: Alike()(x, y)), spmd.compile(lambda x: torch.equal(x.exp(), x.exp2()))
+    with waiting(alike), waiting(equal):
+        assert alike(x, other) == (True,) * 4
+        assert alike(x, other * 2) == (False, False, False, True)
+        assert equal(x) is False
     assert spmd.compile(lambda n: torch.equal(n * 2 + 1, n * 2 + 1))(on_jax(torch.tensor([1, 2])) + 0) is True

@@ -1,4 +1,4 @@
-"""A branch that only gives names new tensors is a choice on the device; one whose block does more is refused."""
+"""A branch that only gives names new tensors is a choice on the device; one whose block does more takes one side (test_device_branches)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import spmd
 from tests.grids import line
 from tests.oracle import assert_same, on_device
+from tests.waits import waiting
 
 FINITE, INFINITE = torch.tensor([1.0, -2.0, 3.0, 0.5]), torch.tensor([1.0, float("inf"), -2.0, float("-inf")])
 
@@ -73,12 +74,20 @@ def scaled(h: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fn", [rooted, scaled])
-def test_a_side_whose_slope_may_be_infinite_is_refused_where_gradients_are_kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_side_whose_slope_may_be_infinite_is_no_choice_where_gradients_are_kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Zero times infinity: the side that is not taken would make the gradient NaN."""
     assert_same(spmd.compile(fn)(FINITE.to("jax")), fn(FINITE))
-    device = FINITE.to("jax").requires_grad_()
-    with pytest.raises(spmd.TraceError, match="a branch"):
-        spmd.compile(lambda x: fn(x).sum().backward(), keep_grads=True)(device)
+
+    def step(x: torch.Tensor) -> None:
+        fn(x * 2).sum().backward()
+
+    compiled = spmd.compile(step, keep_grads=True)
+    for scale in (1.0, 101.0, 1.0):
+        device, host = (FINITE.abs() * scale).to("jax").requires_grad_(), (FINITE.abs() * scale).requires_grad_()
+        with waiting(compiled):
+            compiled(device)
+        step(host)
+        assert_same(device.grad, host.grad)
 
 
 def biased(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -101,15 +110,23 @@ def taken_from(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fn", [biased, replaced, taken_from])
-def test_a_side_that_reaches_other_tensors_is_refused_where_gradients_are_kept(fn: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_a_side_that_reaches_other_tensors_is_no_choice_where_gradients_are_kept(fn: Callable[..., torch.Tensor], scale: float) -> None:
     """The side that is not taken would give them zeros, where PyTorch leaves `.grad` None."""
-    x, w = FINITE.to("jax"), torch.ones(4, device="jax")
-    assert_same(spmd.compile(fn)(x, w), fn(FINITE, torch.ones(4)))
-    for tensor in (x, w):
-        tensor.requires_grad_()
-    with pytest.raises(spmd.TraceError, match="a branch"):
-        spmd.compile(lambda x, w: fn(x * 2, w).sum().backward(), keep_grads=True)(x, w)
-    assert x.grad is None and w.grad is None
+    x, w = (FINITE * scale).to("jax"), torch.ones(4, device="jax")
+    assert_same(spmd.compile(fn)(x, w), fn(FINITE * scale, torch.ones(4)))
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> None:
+        fn(x * 2, w).sum().backward()
+
+    compiled, host = spmd.compile(step, keep_grads=True), ((FINITE * scale).requires_grad_(), torch.ones(4).requires_grad_())
+    with waiting(compiled):
+        compiled(x.requires_grad_(), w.requires_grad_())
+    step(*host)
+    for ours, theirs in zip((x, w), host, strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            assert_same(ours.grad, theirs.grad)
 
 
 def shifted_leaf(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -254,15 +271,26 @@ def adds_in_place(h: torch.Tensor) -> Any:
     return h
 
 
-REFUSED = [hooks, writes, writes_out, draws, calls, runs_a_module, reshapes, becomes_a_number, binds, adds_in_place]
+@pytest.mark.parametrize("fn", [writes, writes_out, draws, calls, runs_a_module, reshapes, becomes_a_number, binds, adds_in_place])
+def test_a_block_that_does_more_runs_only_where_its_side_is_taken(fn: Callable[[torch.Tensor], Any]) -> None:
+    step, inputs = spmd.compile(fn), [FINITE * sign for sign in (1, -1, 2, -2)]
+    COUNTER.count.zero_()
+    torch.manual_seed(0)
+    with waiting(step):
+        ours = [step(x.to("jax")).cpu() for x in inputs]
+    left = COUNTER.count.item()
+    COUNTER.count.zero_()
+    torch.manual_seed(0)
+    for got, x in zip(ours, inputs, strict=True):
+        assert_same(got, fn(x.to("jax")).cpu())
+    assert COUNTER.count.item() == left
+    assert step.num_traces == 2
 
 
-@pytest.mark.parametrize("fn", REFUSED)
-def test_a_block_that_does_more_is_refused(fn: Callable[[torch.Tensor], Any], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(spmd.TraceError, match="was needed as a Python"):
-        spmd.compile(fn)(FINITE.to("jax"))
-    assert capsys.readouterr().out == ""
-    assert COUNTER.count.item() == 0
+def test_a_block_with_a_hook_runs_only_where_its_side_is_taken() -> None:
+    step = spmd.compile(hooks)
+    with waiting(step):
+        assert_same(step(-FINITE.to("jax")), -FINITE)
 
 
 def test_an_unbound_name_is_unbound_where_the_block_does_not_run() -> None:

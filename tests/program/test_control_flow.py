@@ -103,12 +103,12 @@ def test_a_number_of_the_device_decides() -> None:
     assert step.num_executables == 1
 
 
-def test_a_branch_on_an_item_names_torch_cond() -> None:
-    @spmd.compile
-    def step(x: torch.Tensor) -> torch.Tensor:
+def test_a_branch_on_an_item_in_a_body_names_torch_cond() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum().item() > 0 else x
 
-    with pytest.raises(spmd.TraceError, match=r"(?s)Python bool \(a branch\).*test_control_flow.py:\d+ in step.*torch\.cond"):
+    step = spmd.compile(lambda x: torch.cond(x.max() > 3, body, torch.clone, (x,)))
+    with pytest.raises(spmd.TraceError, match=r"(?s)Python bool \(a branch\).*test_control_flow.py:\d+ in body.*torch\.cond"):
         step(batch(3).to("jax"))
 
 

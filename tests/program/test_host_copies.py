@@ -458,8 +458,6 @@ def test_integers_that_the_host_knows_are_values_where_python_needs_them() -> No
 
 
 REFUSED: dict[str, tuple[Fn, str]] = {
-    "branch": (lambda s, x, y: 1 if x.sum().cpu() > 0 else 2, "was needed as a Python"),
-    "branch_item": (lambda s, x, y: 1 if x.sum().cpu().item() > 0 else 2, r"as a Python bool \(a branch\)"),
     "random_like": (lambda s, x, y: torch.rand_like(x.cpu()), "rand_like draws random numbers of the host.*fix: draw on the device"),
     "dropout": (lambda s, x, y: F.dropout(x.cpu()), "draws random numbers of the host.*fix: draw on the device"),
     "added_to_a_cpu_tensor": (lambda s, x, y: WEIGHTS.add_(x.sum().cpu()), "was written into a CPU tensor.*fix: make a new tensor"),

@@ -248,7 +248,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "logged between": (logged_and_written, "to a file in memory"),
     "rows to one": (rows_and_read, "to a file in memory"),
     "redirected to one": (redirected_and_read, "to a file in memory"),
-    "choice": (lambda x: print("a") if x.max().item() > 0 else None, "branch"),
     "object in json": (lambda x: json.dump([x.max().item(), Config()], sys.stdout), "may change"),
     "tensor": (lambda x: print(x, x.max().item()), "a tensor of the traced program"),
 }

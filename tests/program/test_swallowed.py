@@ -14,8 +14,7 @@ from tests.oracle import assert_same, batch, twins
 
 def by_except(x: torch.Tensor) -> torch.Tensor:
     try:
-        if x.sum() > 0:
-            return x * 2
+        return x * round(x.sum().item(), 1)
     except Exception:
         pass
     return x * 3
@@ -37,7 +36,7 @@ def by_finally(x: torch.Tensor) -> torch.Tensor:
 
 def by_default(x: torch.Tensor) -> torch.Tensor:
     values = []
-    for read in (lambda: str(x[0].item()), lambda: x.numpy(), lambda: bool(x.any())):
+    for read in (lambda: str(x[0].item()), lambda: x.numpy(), lambda: x * round(x.sum().item(), 1)):
         try:
             values.append(read())
         except BaseException:
@@ -50,7 +49,7 @@ def in_a_hook(x: torch.Tensor) -> torch.Tensor:
 
     def hook(grad: torch.Tensor) -> torch.Tensor | None:
         try:
-            return grad if grad.norm() < 1 else grad / 2
+            return grad * round(grad.norm().item(), 1)
         except Exception:
             return None
 

@@ -309,7 +309,7 @@ class _InitialStateRecorder:
     def known_value(self, value: Any) -> None:
         return None
 
-    known_number = known_count = known_value
+    known_number = known_count = side_of = known_value
 
     def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
         return False  # this trace has no arguments

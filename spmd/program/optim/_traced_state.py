@@ -67,8 +67,13 @@ class TracedState:
         for kept in self._kept:
             kept.put_back()
 
+    def mark(self) -> None:
+        """Note what the function finds. Numbers that are inputs are not those from before the trace."""
+        for kept in self._kept:
+            kept.mark()
+
     def note(self, is_newborn: Callable[[Buffer], bool]) -> None:
-        """Find the changes of the state since the start of the trace. `is_newborn`: whether the trace created a buffer.
+        """Find the changes of the state since `mark`. `is_newborn`: whether the trace created a buffer.
 
         Raises:
             OptimizerAsObject: a state tensor was replaced by another one, or created inside a container or an object; or a value is known
@@ -84,7 +89,7 @@ class TracedState:
                 if isinstance(state, dict):
                     self._note(optimizer, owner, state, kept.content_of(owner), is_newborn)
             alone = {key: value for key, value in optimizer.state.items() if not isinstance(value, dict)}
-            self._note(optimizer, None, alone, kept.alone, is_newborn)
+            self._note(optimizer, None, alone, kept.found, is_newborn)
 
     def _note(self, optimizer: torch.optim.Optimizer, owner: Any, state: Any, before: Any, is_newborn: Callable[[Buffer], bool]) -> None:
         """Note new entries in `state`: the dict of a parameter, or of another key `owner`; or, if `owner` is None, the entries that are
@@ -126,16 +131,24 @@ class _Snapshot:
     Attributes:
         state: the state dict itself.
         alone: its entries that are not dicts, as in an optimizer that counts in `self.state["steps"]`.
+        found: its entries at the last call of `mark`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.state = optimizer, optimizer.state
         self._dicts = {owner: (state, dict(state)) for owner, state in optimizer.state.items() if isinstance(state, dict)}
         self.alone = {key: value for key, value in optimizer.state.items() if not isinstance(value, dict)}
+        self.found: dict[Any, Any] = {}
+        self._found_dicts: dict[Any, dict[Any, Any]] = {}
+
+    def mark(self) -> None:
+        """See `TracedState.mark`."""
+        self.found = dict(self.state)
+        self._found_dicts = {owner: dict(state) for owner, (state, _) in self._dicts.items()}
 
     def content_of(self, owner: Any) -> dict[Any, Any]:
-        """The saved state of a parameter, or of another key."""
-        return self._dicts[owner][1] if owner in self._dicts else {}
+        """The state of a parameter, or of another key, at the last call of `mark`."""
+        return self._found_dicts.get(owner, {})
 
     def removals(self) -> list[Action]:
         """Actions that remove, after each call, the entries that the trace removed."""

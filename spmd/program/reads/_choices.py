@@ -7,7 +7,7 @@ Note [Choices]
     The block of such a branch has no jump, writes only local names, and reads each of them before it assigns it, except for names that
     nothing outside the block reads. If only the program knows the condition, the trace runs the block, and then each name gets
     `torch.where(condition, new, old)`. That equals the branch only if the block has no other effect: it may call functions of torch, but
-    neither draw random numbers nor write in place.
+    neither draw random numbers nor write in place. A block that does more needs the condition. See Note [Device branches].
 
 Note [Gradients of choices]
     Gradients through `torch.where` differ from the branch's: the side that is not taken gets a gradient of zero, where PyTorch gives it
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,8 +29,9 @@ import torch
 from bytecode import BinaryOp
 from bytecode.instr import Instr, Label
 
+from spmd.base._errors import TraceAgain
 from spmd.device._host_answers import host_answer
-from spmd.device._numbers import carried, is_program_number, needs_value
+from spmd.device._numbers import carried, is_program_number
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import is_device_tensor, load, recording, wrap
 from spmd.program.reads._instructions import VERSION
@@ -124,16 +125,28 @@ def _is_stored_before(code: list[Any], index: int, name: str) -> bool:
     return False
 
 
+class NoChoice(TraceAgain):
+    """The block of a branch cannot be computed unless it runs. The next trace needs the condition there."""
+
+    def __init__(self, place: Any) -> None:
+        super().__init__()
+        self._place = place
+
+    def other_settings(self, settings: Any) -> Any:
+        return replace(settings, no_choices=settings.no_choices | {self._place})
+
+
 class Choice:
     """A block that the trace runs although only the program knows the condition.
 
     Attributes:
         runs: whether the branch is taken, bool[] on the device.
         frame: the frame of the block while it runs. Only calls from this frame have to be pure; what torch's functions call does not.
+        place: of the block.
     """
 
-    def __init__(self, runs: torch.Tensor, frame: types.FrameType) -> None:
-        self.runs = runs
+    def __init__(self, runs: torch.Tensor, frame: types.FrameType, place: Any) -> None:
+        self.runs, self.place = runs, place
         self.frame: types.FrameType | None = frame
         self._draws = default_stream.draws
         self._seen: list[tuple[torch.Tensor, int]] = []
@@ -141,10 +154,10 @@ class Choice:
             self._first_node = torch.zeros((), requires_grad=True).clone().grad_fn
 
     def require_pure(self, fn: Any, args: tuple[Any, ...]) -> None:
-        """Raise for a call that may have an effect.
+        """Require that a call has no effect.
 
         Raises:
-            TraceError: it may.
+            NoChoice: it may have one.
         """
         name = getattr(fn, "__name__", "")
         owner = getattr(fn, "__self__", None)
@@ -153,23 +166,23 @@ class Choice:
         is_module = isinstance(fn, (type, torch.nn.Module)) or isinstance(owner, torch.nn.Module)
         writes = name.startswith(_STARTS_OF_WRITES) or (name.endswith("_") and not name.endswith("__"))
         if id(fn) not in _PLAIN_CALLS and (not is_torch or is_module or writes):
-            raise needs_value("bool (a branch)")
+            raise NoChoice(self.place)
         self._seen += [(arg, arg._version) for arg in args if isinstance(arg, torch.Tensor) and not arg.is_inference()]
 
     def chosen(self, before: Any, after: Any) -> Any:
         """The value of a name after the block.
 
         Raises:
-            TraceError: the block had an effect, or `torch.where` would differ from the branch.
+            NoChoice: the block had an effect, or `torch.where` would differ from the branch.
         """
         if default_stream.draws != self._draws or any(tensor._version != version for tensor, version in self._seen):
-            raise needs_value("bool (a branch)")
+            raise NoChoice(self.place)
         if before is after:
             return after
         if not (is_device_tensor(before) and is_device_tensor(after)) or (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise needs_value("bool (a branch)")
+            raise NoChoice(self.place)
         if not self._is_same_gradient(before, after):
-            raise needs_value("bool (a branch)")
+            raise NoChoice(self.place)
         return torch.where(self.runs, after, before)
 
     def _is_same_gradient(self, before: torch.Tensor, after: torch.Tensor) -> bool:
@@ -207,14 +220,18 @@ def _is_by_constant(node: Any) -> bool:
     return 0 < abs(float(other)) < math.inf
 
 
-def choose(condition: Any, enters_if: bool, frame: types.FrameType) -> bool | Choice:
-    """Whether a block runs; a `Choice` if only the program knows."""
-    value = _number(condition)
-    if value is None or host_answer(value) is not None:
+def choose(condition: Any, enters_if: bool, frame: types.FrameType, no_choices: frozenset[Any]) -> bool | Choice:
+    """Whether a block runs; a `Choice` if only the program knows.
+
+    Args:
+        no_choices: places of blocks that are not computed unless they run.
+    """
+    value, place = _number(condition), (frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti)
+    if value is None or host_answer(value) is not None or place in no_choices:
         return bool(condition) is enters_if
     truth = condition if isinstance(condition, torch.Tensor) else wrap(value)
     truth = truth.detach().reshape(()) != 0
-    return Choice(truth if enters_if else ~truth, frame)
+    return Choice(truth if enters_if else ~truth, frame, place)
 
 
 def _number(condition: Any) -> Any:
@@ -252,4 +269,4 @@ def after_block(block: Block, hook: Any, at: Any) -> Iterator[Any]:
         yield Instr("STORE_FAST", variable, location=at)
 
 
-__all__ = ["Block", "Choice", "after_block", "before_block", "blocks", "choose"]
+__all__ = ["Block", "Choice", "NoChoice", "after_block", "before_block", "blocks", "choose"]

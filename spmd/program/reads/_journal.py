@@ -86,6 +86,8 @@ class Journal:
     Attributes:
         num_writes: number of writes noted so far, repeated ones included.
         outputs: what the trace has printed and written to files. See `_pending_outputs`.
+        repeats_outputs: every call does all of it.
+        num_written: number of outputs that an earlier trace for this call has written.
         standard: the standard output and the standard error when the trace began.
     """
 
@@ -99,6 +101,7 @@ class Journal:
         self._orders: dict[int, tuple[dict[Any, Any], list[Any]]] = {}  # original order of the keys of dicts with removed entries
         self.num_writes = 0
         self.outputs: list[Any] = []
+        self.repeats_outputs, self.num_written = False, 0
         self.standard = sys.stdout, sys.stderr
         self.shown = shown_now()
         self._parts: list[Writes] = []  # the innermost last

@@ -2,8 +2,9 @@
 
 print(f"loss {loss.item():.4f}"); logger.info("loss %.4f", loss.item()); bar.set_postfix(loss=loss.item())
 
-Output without such numbers is written while the function is traced, unless the function also has output with some. Then every call
-repeats all of it, in order. What the trace has written already is not repeated by the call that follows the trace.
+Output without such numbers is written while the function is traced, unless the function also has output with some, or branches on a
+value of the device. Then every call repeats all of it, in order. What a trace has written already is not repeated by the call that
+follows the trace.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def noted_output(
     if is_kept(fn, recording.journal.shown):
         _require_known(recording, fn, args)
         return record(recording, fn, args)
-    is_late = any(output.is_late for output in recording.journal.outputs)
+    journal = recording.journal
+    is_late = any(output.is_late for output in journal.outputs) or (journal.repeats_outputs and not journal.is_in_part)
     if not is_late and not any(True for arg in args for _ in parts_in(arg)) and not holds_copies(*args):
         return _at(_line(frame), partial(_note_early, recording, fn, frame), record(recording, fn, args))
     return partial(_later, recording, fn, frame)
@@ -286,10 +288,10 @@ def with_outputs(effects: list[Effect], recording: Recording) -> list[Effect]:
     _require_same_settings(recording)
     files = {id(stream): FileOfCall(stream) for output in outputs for stream in output.streams if not is_before(stream)}
     shown: list[Effect] = []
-    for output in outputs:
+    for number, output in enumerate(outputs):
         for each in output.shown:
             each.settle()
-        shown.append(_effect(output.given, _Put(output, files)))
+        shown.append(_effect(output.given, _Put(output, files, not output.is_late or number < recording.journal.num_written)))
     for number, file in files.items():  # each is opened before its first output, and closed after its last one
         uses = [i for i, output in enumerate(outputs) if any(id(stream) == number for stream in output.streams)]
         file.first, file.last = shown[uses[0]], shown[uses[-1]]
@@ -341,8 +343,8 @@ class FileOfCall:
 class _Put:
     """Does an output with the arguments of a call."""
 
-    def __init__(self, output: Output, files: dict[int, FileOfCall]) -> None:
-        self._is_done = not output.is_late
+    def __init__(self, output: Output, files: dict[int, FileOfCall], is_done: bool) -> None:
+        self._is_done = is_done
         self._files = {number: files[number] for number in map(id, output.streams) if number in files}
         its = self._files.get(id(getattr(output.fn, "__self__", None)))
         self._fn = output.fn if its is None else its.method(output.fn.__name__)
@@ -356,8 +358,19 @@ class _Put:
         given, options = arguments
         self._fn(*map(self._of_call, given), **{name: self._of_call(value) for name, value in options.items()})
 
+    def take(self) -> bool:
+        """Whether it was done for the next call, which does it from now on."""
+        is_done, self._is_done = self._is_done, False
+        return is_done
+
     def _of_call(self, value: Any) -> Any:
         return self._files[id(value)].file if id(value) in self._files else value
+
+
+def take_written(effects: Iterable[Effect]) -> int:
+    """The number of outputs that the next call need not do, since the trace has done them. It does them from now on."""
+    done = [effect.put for effect in effects if isinstance(effect.put, _Put) and effect.put.take()]
+    return len(done)
 
 
 def require_no_output(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:

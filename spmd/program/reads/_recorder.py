@@ -71,7 +71,7 @@ class Recording(PlacesWritten):
         caches: functions of `functools.lru_cache` that were called, by id.
         flags: the flags of decimal contexts.
         generators: random generators that a library received, by id, each with its state at that time.
-        choice: the block that runs without a known condition. See Note [Choices].
+        choice, no_choices: the block that runs without a known condition; the places of those that cannot. See Note [Choices].
         run_module: called as `run_module(module, run)`; returns `run()`, the result of the module's call.
         note_gradient: called with each tensor whose `grad` is read.
         imported: names of modules that were imported for this trace.
@@ -90,7 +90,7 @@ class Recording(PlacesWritten):
         self.run_module: RunModule = lambda module, run: run()
         self.note_gradient: Callable[[torch.Tensor], None] = lambda tensor: None
         self.has_own_context = self.is_busy = False
-        self.imported: frozenset[str] = frozenset()
+        self.imported, self.no_choices = frozenset[str](), frozenset[Any]()
         self.seen: dict[Any, Any] = {}
         self._passed: dict[int, Any] = {}
         self._copied: dict[int, Any] = {}
@@ -364,7 +364,7 @@ class Recording(PlacesWritten):
 
     def choose(self, condition: Any, enters_if: bool) -> bool | Choice:
         """Before a block that only assigns local names: whether it runs, or a `Choice` if only the program knows. See Note [Choices]."""
-        found = choose(condition, enters_if, sys._getframe(2))
+        found = choose(condition, enters_if, sys._getframe(2), self.no_choices)
         self.choice = found if isinstance(found, Choice) else None
         return found
 

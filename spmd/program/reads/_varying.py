@@ -304,7 +304,8 @@ def _binary(name: str, fn: Callable[[Any, Any], Any], of_tensors: Callable[[Any,
 def _comparison(name: str, fn: Callable[[Any, Any], Any]) -> None:
     def compare(self: Varying, other: Any) -> Any:
         if not self.takes(other):
-            return fn(self.traced(), other) if isinstance(other, torch.Tensor) else fn(self.concrete(), other)
+            is_traced = isinstance(other, (torch.Tensor, torch.SymFloat))
+            return fn(self.traced() if is_traced else self.concrete(), other)
         evaluate, its = self.evaluate, evaluation(other)
         outcome = fn(evaluate(), its())
         self.guard(lambda: fn(evaluate(), its()), outcome)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from spmd.base._errors import TraceError
+from spmd.base._errors import TraceError, message
 
 _log = logging.getLogger("spmd.compile")
 
@@ -39,4 +39,19 @@ def noting_retrace(name: str, reason: str | None) -> Generator[None]:
         raise
 
 
-__all__ = ["log_retrace", "noting_retrace"]
+def too_often(name: str, times: int, reason: str) -> str:
+    """The warning for a function that was traced again `times` times, the last time for `reason`."""
+    return message(
+        f"{name} was traced again {times} times, and each trace costs a compilation",
+        f"the last reason: {reason}",
+        fix="keep the value that changes constant, or pass it as a tensor; .retraces has all reasons",
+    )
+
+
+def never_ends(name: str, times: int, last: BaseException) -> TraceError:
+    """The error for a function whose traces in one call ask for another one, the last of them by `last`."""
+    what = f"{name} was traced {times} times in one call, and each trace asked for another one ({type(last).__name__})"
+    return TraceError(message(what, fix="create modules, optimizers and containers of tensors once, outside of the function"))
+
+
+__all__ = ["log_retrace", "never_ends", "noting_retrace", "too_often"]

@@ -64,10 +64,10 @@ class SizedProgram(Program):
         why = self.family.reason(sizes)
         return "an extent of the program is larger than in its bucket" if why is None and not self._room.holds(sizes) else why
 
-    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any) -> Any:
+    def __call__(self, arg_buffers: list[Buffer], hosts: list[torch.Tensor], given: Any, num_decided: int = 0) -> Any:
         """Run once; the last of `hosts` is the sizes of the call, int64[names]."""
         self.family.today = tuple(hosts[-1].tolist())
-        return super().__call__(arg_buffers, hosts, given)
+        return super().__call__(arg_buffers, hosts, given, num_decided)
 
     def _cut(self, values: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
         return [self._cut_one(value, own) for value, own in zip(values, dims, strict=True)]

@@ -18,6 +18,7 @@ from spmd.device._checks import Check
 from spmd.device._indices import BeforeCall
 from spmd.device._storage import Buffer, buffer_of
 from spmd.program.reads._library import is_recorded
+from spmd.program.trace._device_branches import DeviceBranches
 from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._layer_runs import LayerRun, layer_runs
 
@@ -51,6 +52,7 @@ class TraceRecorder:
         copies_leave: copies to the host may leave the function.
         as_number: makes a number that varies of a function that computes it in every call.
         has_counts: integers that the host knows become Python ints; otherwise `counts` collects the integers that were asked for.
+        branches_on_device: the branches on values that only the device knows; None if each is refused.
     """
 
     words: Any
@@ -90,6 +92,7 @@ class TraceRecorder:
     counts: list[Any] = field(default_factory=list[Any])
     copies_leave: bool = False
     as_number: Callable[[Callable[[], Any]], Any] = lambda evaluate: None
+    branches_on_device: DeviceBranches | None = None
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer begins a step."""
@@ -201,6 +204,9 @@ class TraceRecorder:
     def expect(self, flag: Any, check: Check) -> bool:
         self.checks.append((check, flag))
         return True
+
+    def side_of(self, value: Any) -> bool | None:
+        return None if self.branches_on_device is None else self.branches_on_device.side_of(value)
 
     def reduce_in(self, dtype: Any) -> None:
         if self.reduce_dtype is None or dtype.itemsize > self.reduce_dtype.itemsize:

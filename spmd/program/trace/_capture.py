@@ -27,11 +27,13 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._preparation import equal_counters
 from spmd.program.optim._traced_state import TracedState
 from spmd.program.reads import ObjectPlace, PartPlace
+from spmd.program.run._program_devices import ProgramDevices
 from spmd.program.run._written_tensors import versions_of, written_since
 from spmd.program.trace._arguments import BoundArguments, bind
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._captured import Captured, Guarded, PythonWrites, TraceInputs, TraceOutputs, TraceState
 from spmd.program.trace._data_assignment import DataAssignments
+from spmd.program.trace._device_branches import DeviceBranches
 from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import Gradients
 from spmd.program.trace._host_effects import no_host_random, no_host_writes
@@ -64,18 +66,18 @@ def capture(
     is_stacked: bool,
     varying: VaryingInputs,
     arguments: dict[int, int | float],
+    may_branch: bool = False,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` once.
 
     Args:
         found, settings: what the function can reach, with prepared optimizers; the settings that earlier traces have found.
-        keep_grads, debug_nans: see `TraceOptions`.
-        is_stacked: each argument is the first element of a stack, and results will be stacked.
+        keep_grads, debug_nans, is_stacked: see `TraceOptions`; each argument is the first element of a stack, and results will be stacked.
         varying, arguments: what is another number or object in every call; such numbers among the arguments, by position.
+        may_branch: whether the function may branch on values that only the device knows. See Note [Device branches].
 
     Raises:
-        TraceAgain: the function must be traced with other settings.
-        TraceError: Python needs a value that is known only when the program runs.
+        TraceAgain, TraceError: it must be traced with other settings; Python needs a value that is known only when the program runs.
     """
     flat = flatten((args, kwargs), classes=found.holders)
     unfilled, changed, known = EmptyContainers(flat.leaves), [*varying.places.values()], varying.counters
@@ -84,6 +86,7 @@ def capture(
     given = [t for t in bound if is_device_tensor(t)]
     reachable = [*map(buffer_of, (*found.device_tensors(), *found.optimizer_tensors())), *buffers]
     waiting = waiting_for_topology(reachable)
+    branches = DeviceBranches(settings.sides, settings.likely_sides) if may_branch and not waiting else None
     arg_values: list[Any] = [waiting.get(b) or b.raw() for b in buffers] + [buffer_of(t.held).host for t in bound if is_host_copy(t)]
     waiting = {b: shape for b, shape in waiting.items() if b not in buffers}
     before, counters = versions_of([*found.device_tensors(), *given]), equal_counters(found.optimizers, are_shared=settings.share_counters)
@@ -105,13 +108,32 @@ def capture(
             TorchState(optim, gradients, flags, memory, counters),
             numbers,
             None if is_stacked else KnownInputs([*buffers, *arg_values[len(buffers) :]], known),
+            branches,
         )
-        traced = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers, *trace.arguments.held], shapes, *given))
-        with without_jax_note():
-            jaxpr = traced(list(waiting.values()), arg_values, np.zeros(numbers.size), default_stream.words())
+        jaxpr = _jaxpr(trace, waiting, buffers, arg_values)
         unfilled.require_empty()
         trace.arguments.containers.require_one_way(trace.reads, trace.left.effects)
     return _captured(trace, jaxpr, list(waiting), written_since(before), changed)
+
+
+def _jaxpr(trace: Trace, waiting: dict[Buffer, Any], buffers: list[Buffer], arg_values: list[Any]) -> Any:
+    """The jaxpr of a trace.
+
+    Raises:
+        OtherSides: the trace has left the function at a branch; with the sides that this call takes so far.
+    """
+    traced = jax.make_jaxpr(lambda shapes, *given: trace.run([*waiting, *buffers, *trace.arguments.held], shapes, *given))
+    with without_jax_note():
+        jaxpr = traced(list(waiting.values()), arg_values, np.zeros(trace.numbers.size), default_stream.words())
+    if trace.branches is None or not trace.branches.is_left:
+        return jaxpr
+    numbers, reads, inputs = trace.numbers, trace.recorder.reads, [*buffers, *arg_values[len(buffers) :]]
+    numbers.refresh({})
+    consts = [reads.get(id(c)) for c in jaxpr.consts]
+    devices = ProgramDevices.of([*(b for b in consts if b is not None), *trace.arguments.buffers], trace.recorder.layouts)
+    found = trace.branches.decided_by(jaxpr, consts, [*inputs, np.array(numbers.today, np.float64), default_stream.words()], devices)
+    found.num_written = sum(not output.is_late for output in trace.reads.journal.outputs)
+    raise found
 
 
 def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[torch.Tensor], changed: Sequence[PartPlace]) -> Captured:
@@ -123,15 +145,14 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[t
         changed: places that hold another number or object in every call.
     """
     recorder, arguments, left, inputs = trace.recorder, trace.arguments, trace.left, trace.known
-    gradients, born = trace.torch_state.gradients.left, trace.torch_state.optim.born
+    gradients = trace.torch_state.gradients.left
     copies = _copies(recorder, jaxpr.jaxpr, left.num_outputs)
     position = {id(t): i for i, t in enumerate(arguments.leaves) if is_device_tensor(t)}
     jaxpr = with_constants_first(jaxpr, len(waiting))
     recorder.reads.update((id(c), b) for c, b in zip(jaxpr.consts, waiting, strict=False))
     state_buffers = {buffer_of(t) for t in trace.found.device_tensors()}
     replaced = trace.reads.held(left.effects, trace.is_fixed, [place for place in changed if isinstance(place, ObjectPlace)])
-    held = replaced.held
-    show_held(left.leaves, held)
+    show_held(left.leaves, replaced.held)
     if trace.options.keep_grads and not arguments.is_stacked:
         note_gradients(left.leaves, left.returned, {id(g): position.get(id(p), p) for p, g in gradients if g is not None})
     looked_up = [cache.look_up for cache in trace.reads.caches.values() if cache.lookups]
@@ -154,8 +175,8 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[t
             written=list(recorder.written),
             copies=copies,
             slots={b: position.get(id(p), p) for b, p in trace.slots().items()},
-            held=held,
-            born=born,
+            held=replaced.held,
+            born=trace.torch_state.optim.born,
             versioned=[position.get(id(t), t) for t in versioned],
         ),
         outputs=TraceOutputs(
@@ -165,6 +186,7 @@ def _captured(trace: Trace, jaxpr: Any, waiting: list[Buffer], versioned: list[t
             num_objects=len(arguments.objects),
             finite=[name for name, _ in recorder.finite],
             checks=[check for check, _ in recorder.checks],
+            sides=[] if trace.branches is None else trace.branches.sides,
             gradients=[(position.get(id(p), p), grad) for p, grad in gradients],
             flags=[(position.get(id(t), t), flag) for t, flag in trace.torch_state.flags.left],
             kept_gradients=[g for _, g in gradients if g is not None] if trace.options.keep_grads else [],

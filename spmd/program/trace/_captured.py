@@ -15,6 +15,7 @@ from spmd.program.optim._lifted_numbers import LiftedNumbers
 from spmd.program.optim._traced_state import Action
 from spmd.program.reads import Effect, Place, ReplacedState
 from spmd.program.reuse._columns import Guards
+from spmd.program.trace._device_branches import Side
 from spmd.program.trace._known_inputs import Argument, KnownInputs
 from spmd.program.trace._layer_runs import LayerRun
 from spmd.program.trace._output_tree import Node
@@ -97,6 +98,7 @@ class TraceOutputs:
         num_objects: number of objects with tensor attributes among the arguments.
         finite: names of the modules whose output the program checks to be finite, one flag each.
         checks: checks of values. Their flags are one array, the output after those of the leaves.
+        sides: the sides of the branches on values that only the device knows. Their conditions are one array, the last output.
         gradients: (owner, gradient made in the trace or None) for each gradient that the function replaced.
         flags: (owner, `requires_grad`) for each flag that the function changed.
         kept_gradients: the gradients that are outputs of the program.
@@ -108,6 +110,7 @@ class TraceOutputs:
     num_objects: int
     finite: list[str]
     checks: list[Check]
+    sides: list[Side]
     gradients: list[tuple[Owner, torch.Tensor | None]]
     flags: list[tuple[Owner, bool]]
     kept_gradients: list[torch.Tensor]
@@ -115,7 +118,7 @@ class TraceOutputs:
     @property
     def num_arrays(self) -> int:
         """The number of output arrays besides state and gradients."""
-        return len(self.output_kinds) + len(self.finite) + bool(self.checks)
+        return len(self.output_kinds) + len(self.finite) + bool(self.checks) + bool(self.sides)
 
     @property
     def output_kinds(self) -> list[str]:

@@ -98,6 +98,10 @@ class Part:
     def expect(self, flag: Any, check: Check) -> bool:
         return False
 
+    def side_of(self, value: Any) -> bool | None:
+        """None: the device runs the part, perhaps several times."""
+        return None
+
     def random_state(self) -> tuple[Any, int]:
         return self.words, self.start_draws
 

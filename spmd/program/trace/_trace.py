@@ -42,6 +42,7 @@ from spmd.program.reuse._columns import Guards
 from spmd.program.trace._arguments import BoundArguments
 from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.trace._data_assignment import DataAssignments
+from spmd.program.trace._device_branches import DeviceBranches, SideNeeded
 from spmd.program.trace._flop_counts import FlopCounts
 from spmd.program.trace._gradient_flags import GradientFlags
 from spmd.program.trace._gradients import STALE_GRADIENT, Gradients, StaleGradients
@@ -168,6 +169,7 @@ class Trace:
         torch_state: the torch state that it may change.
         numbers: Python numbers that are inputs.
         known: inputs whose values the host knows; None for stacked arguments.
+        branches: branches on values that only the device knows; None if each is refused.
         recorder: record of the buffers that it uses. Set by `run`.
         reads: record of the Python values that it reads and writes. Set by `run`.
         left: its results and writes. Set by `run`.
@@ -183,6 +185,7 @@ class Trace:
     torch_state: TorchState
     numbers: LiftedNumbers
     known: KnownInputs | None
+    branches: DeviceBranches | None
     recorder: TraceRecorder = field(init=False)
     reads: Recording = field(init=False)
     left: FunctionLeft = field(init=False)
@@ -206,6 +209,7 @@ class Trace:
             gradients.mark()
             with ExitStack() as stack:
                 stack.enter_context(self.numbers.in_place(vector, recorder.on_branch))
+                optim.mark()
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 run_module = stack.enter_context(watching(recorder, self.found, self.options.debug_nans))
                 for patch in _PATCHES:
@@ -213,9 +217,7 @@ class Trace:
                 stack.enter_context(traceable(self.found.optimizers))
                 stack.enter_context(restore_functorch())
                 reads = self.reads = stack.enter_context(recorded(*self._recording_arguments()))
-                reads.run_module, reads.note_gradient, reads.met = run_module, gradients.note_read, recorder.met
-                reads.lengths, reads.given = self.numbers.lengths, self.arguments.containers.originals
-                reads.fixes_indices, reads.has_constant_texts, reads.has_own_context, reads.imported = self.settings.of_reads
+                self._set_up(reads, run_module)
                 (args, kwargs), containers = self.arguments.call, self.arguments.containers
                 with nothing_swallowed(), FlopCounts() as flops, Switches() as switches:
                     run_in = copy_context().run if self.settings.has_own_context else _call
@@ -225,9 +227,8 @@ class Trace:
                 effects, elements = [*containers.of_tensors(run_in(reads.effects)), *containers.effects()], self.numbers.elements()
                 optim.note(recorder.newborn.__contains__)
                 self.torch_state.memory.write_back()
-            flags = [stacked([flag for _, flag in recorder.checks])] if recorder.checks else []
             left = self.left = self._left(result, effects)
-            outputs = [*left.arrays, *flags, *(flag for _, flag in recorder.finite)]
+            outputs = [*left.arrays, *self._flags()]
             left.arrays, left.num_outputs = [], len(outputs)
             gradients.collect(recorder.newborn.__contains__, self.options.keep_grads)
             kept = gradients.values() if self.options.keep_grads else []
@@ -241,6 +242,8 @@ class Trace:
                 raise gradients.stale() from error
             raise
         except Exception as error:
+            if self.branches is not None and (isinstance(error, SideNeeded) or self._may_be_of_guess(error)):
+                return self.branches.leave()
             self._translate_error(error, recorder)
             raise
         finally:
@@ -249,6 +252,25 @@ class Trace:
             self.draws = default_stream.draws - recorder.start_draws
             default_stream.draws = recorder.start_draws
             gradients.drop()
+
+    def _flags(self) -> list[Any]:
+        """The outputs after those of the function: flags of checks and of modules, and the conditions of branches."""
+        checks, finite = [flag for _, flag in self.recorder.checks], [flag for _, flag in self.recorder.finite]
+        sides = [] if self.branches is None else self.branches.conditions
+        return [*([stacked(checks)] if checks else []), *finite, *([stacked(sides)] if sides else [])]
+
+    def _set_up(self, reads: Recording, run_module: Any) -> None:
+        """Connect the record of Python values with the others, and give it its settings."""
+        settings, journal = self.settings, reads.journal
+        reads.run_module, reads.note_gradient, reads.met = run_module, self.torch_state.gradients.note_read, self.recorder.met
+        reads.lengths, reads.given = self.numbers.lengths, self.arguments.containers.originals
+        reads.fixes_indices, reads.has_constant_texts, reads.has_own_context, *sets = settings.of_reads
+        reads.imported, reads.no_choices = sets
+        journal.repeats_outputs, journal.num_written = bool(settings.sides), settings.num_written
+
+    def _may_be_of_guess(self, error: Exception) -> bool:
+        """Whether the function may have raised the error because the trace has guessed a side. See Note [Device branches]."""
+        return self.branches is not None and self.branches.has_guesses and not isinstance(error, TraceAgain)
 
     def _require_no_other_settings(self, recorder: TraceRecorder, reads: Recording) -> None:
         """Raise TraceAgain if the trace must be repeated with other settings."""
@@ -304,6 +326,7 @@ class Trace:
             has_counts=self.settings.has_counts,
             copies_leave=True,
             as_number=self.numbers.known,
+            branches_on_device=self.branches,
         )
 
     def _recording_arguments(self) -> tuple[dict[int, str], dict[int, Any], set[Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -42,6 +43,10 @@ class TraceSettings:
         unprepared: optimizers whose state is created in their first step, and not prepared, because the function reads it before.
         imported: names of modules that were imported for this trace, because the function imports them for the first time.
         drawn: earlier traces during which random numbers of the host were drawn, perhaps by another thread.
+        no_choices: places of blocks of which only one side may run. See Note [Choices].
+        sides, likely_sides: the sides of the first branches on values that only the device knows, and guesses for others. See Note
+            [Device branches].
+        num_written: number of outputs (`print`, logging) that a trace has written before it left the function at such a branch.
     """
 
     attributes: frozenset[str] = frozenset()
@@ -59,13 +64,18 @@ class TraceSettings:
     unprepared: tuple[Any, ...] = ()
     imported: frozenset[str] = frozenset()
     drawn: Drawn | None = None
+    no_choices: frozenset[Any] = frozenset()
+    sides: tuple[bool, ...] = ()
+    likely_sides: Mapping[Any, bool] = field(default_factory=dict[Any, bool])
+    num_written: int = 0
 
     @property
-    def of_reads(self) -> tuple[bool, bool, bool, frozenset[str]]:
+    def of_reads(self) -> tuple[bool, bool, bool, frozenset[str], frozenset[Any]]:
         """The settings of a `Recording`."""
-        return self.fixes_indices, self.has_constant_texts, self.has_own_context, self.imported
+        return self.fixes_indices, self.has_constant_texts, self.has_own_context, self.imported, self.no_choices
 
     def of_step(self) -> TraceSettings:
         """The settings that later traces of the step start with."""
         none: frozenset[Any] = frozenset()
-        return replace(self, share_counters=True, unmarked=none, unreached=(), as_objects=(), unprepared=(), imported=none, drawn=None)
+        found = replace(self, share_counters=True, unmarked=none, unreached=(), as_objects=(), unprepared=(), imported=none)
+        return replace(found, drawn=None, sides=(), likely_sides={}, num_written=0)
