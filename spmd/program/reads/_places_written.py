@@ -25,7 +25,7 @@ from spmd.program.reads._parts import is_sized
 from spmd.program.reads._places import CDATA, PLAIN, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple, resolved
 from spmd.program.reads._process_settings import SETTINGS, Setting
-from spmd.program.reads._varying import fixed, fixed_if_varying, with_fixed_keys
+from spmd.program.reads._varying import NumbersNeeded, Varying, fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import by_lists, may_vary, read_at, written_at
 
 if TYPE_CHECKING:
@@ -80,9 +80,11 @@ class PlacesWritten(PlacesRead):
         if type(key) not in QUIET:
             self.require_no_key(key)
             self.read_content(key)
+            _require_no_numbers(key)
         elif type(key) is tuple:
             for part in key:
                 self.read_content(part)
+                _require_no_numbers(part)
 
     def store_global(self, variables: dict[str, Any], name: str) -> None:
         self.journal.entry(variables, name, name)
@@ -202,6 +204,12 @@ class PlacesWritten(PlacesRead):
         self.ask_identity(key)
         return fixed_if_varying(key)
 
+    def _note_missing(self, holder: Any, key: Any) -> None:
+        """Before a look-up that makes an entry of a `defaultdict`."""
+        if isinstance(holder, collections.defaultdict) and key not in holder:
+            self.read_c_attribute(holder, "default_factory")
+            self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
+
     def _write_item(self, holder: Any, key: Any) -> None:
         if isinstance(holder, torch.Tensor) or self._is_ignored(holder):
             return
@@ -223,6 +231,22 @@ class PlacesWritten(PlacesRead):
         for each in (holder, *self.memory_of(holder)):
             self.read_content(each)
             self.journal.content(each, self._title(each))
+
+
+def _require_no_numbers(key: Any, depth: int = 3) -> None:
+    """Check an object that is a key, or a part of one: a container keeps it with the numbers of one call.
+
+    Raises:
+        NumbersNeeded: it holds a number that varies, which is a constant in the next trace.
+    """
+    if type(key).__hash__ is object.__hash__ or isinstance(key, (Varying, torch.Tensor)):  # found by its identity
+        return
+    parts = [*(attributes_of(key) or {}).values(), *(key if isinstance(key, (tuple, frozenset)) else ())]
+    for part in parts:
+        if type(part) is Varying:
+            raise NumbersNeeded
+        if depth and type(part) not in PLAIN:
+            _require_no_numbers(part, depth - 1)
 
 
 __all__ = ["MEMOS", "WITH_PARTS", "PlacesWritten", "is_kept_in_c"]

@@ -43,7 +43,7 @@ from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
 from spmd.program.reads._pending_texts import texts_needed
-from spmd.program.reads._places import CDATA, Expected, Place, shown_key
+from spmd.program.reads._places import CDATA, Expected, Place
 from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
 from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
 from spmd.program.reads._pointed_memory import note_field
@@ -205,9 +205,7 @@ class Recording(PlacesWritten):
         if isinstance(holder, dict) and is_simple(key):
             if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
                 self._entry(holder, key, holder, "[")
-                if isinstance(holder, collections.defaultdict) and key not in holder:
-                    self.read_c_attribute(holder, "default_factory")
-                    self.journal.entry(holder, key, f"{self._title(holder)}[{shown_key(key)}]")
+                self._note_missing(holder, key)
         elif isinstance(holder, (list, collections.deque)) and type(key) in (int, bool):
             if cls.__getitem__ in (list.__getitem__, collections.deque.__getitem__):
                 self._item(holder, key)
@@ -215,6 +213,7 @@ class Recording(PlacesWritten):
             self._read_item(self._proxied_dict(holder), key)
         else:
             self.read_content(holder)
+            self._note_missing(holder, key)
 
     def contains(self, item: Any, holder: Any) -> Any:
         """Before `item in holder`. Returns the item to use instead."""
