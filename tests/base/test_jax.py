@@ -12,6 +12,7 @@ import torch
 import spmd
 from spmd.base._jax import known_value
 from spmd.device._storage import load, wrap
+from tests.waits import waiting
 
 
 def test_branch_on_positions_made_in_the_step_is_taken_by_their_value() -> None:
@@ -45,9 +46,13 @@ INPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("fn", INPUTS.values(), ids=INPUTS)
-def test_branch_on_an_input_is_refused(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(spmd.TraceError, match="a number of the traced program was needed"):
-        spmd.compile(fn)(torch.randn(3).to("jax"))
+def test_branch_on_an_input_is_decided_by_each_call(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    step = spmd.compile(fn)
+    with waiting(step):
+        for x in (torch.ones(3), -torch.ones(3)):
+            assert torch.equal(step(x.to("jax")).cpu(), x.abs() if fn is INPUTS["argument"] else x)
+    assert step.num_traces == 1 + (fn is INPUTS["argument"])
+    assert step._program.sides
 
 
 def test_value_of_the_trace_around_is_not_known_inside_a_branch() -> None:
