@@ -169,6 +169,18 @@ def nothing_swallowed() -> Generator[None]:
         raise raised[0]
 
 
+@contextmanager
+def dropped(*kinds: type[Exception]) -> Generator[None]:
+    """A context that ends at an exception of these kinds, which a traced function never sees."""
+    raised: list[Exception] | None = noted.get()
+    num_before = len(raised or ())
+    try:
+        yield
+    except kinds:
+        if raised is not None:
+            raised[num_before:] = [error for error in raised[num_before:] if isinstance(error, TraceAgain)]
+
+
 def shown(value: object) -> str:
     """A value of a wrong type in an error: "3", "'w'", "a Tensor", "the module Linear", "the class Linear"."""
     if isinstance(value, type):

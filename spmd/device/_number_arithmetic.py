@@ -7,6 +7,8 @@ negative h is complex). Arithmetic in torch's own code is not checked: its optim
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -19,7 +21,7 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, user_line
 from spmd.device._checks import Check
-from spmd.device._numbers import NumberNode, needs_value
+from spmd.device._numbers import CONSTANTS, OF_MATH, NumberNode, needs_value
 from spmd.device._storage import recording
 from spmd.patches._table import current, replace
 
@@ -50,15 +52,35 @@ def _operator(name: str, is_reversed: bool, of_torch: Callable[..., Any]) -> Cal
         left, right = (its, node) if is_reversed else (node, its)
         # Optimizers divide many times per step by numbers that cannot be 0 (a bias correction). A check would add a flag to the program.
         # Only the frame identifies the caller: an operator receives nothing but its operands. Patching every optimizer would be worse.
-        is_checked = name in _CHECKED and not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+        is_of_user = not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
         is_natural = name == "pow" and left.integral and right.integral and not _is_negative(right)
         made = getattr(left, "pow_by_natural" if is_natural else name)(right)
-        if is_checked:
-            for flag, check in _CHECKED[name](left, right, made):
-                _require_not(flag, check)
-        return (torch.SymBool if made.boolean else torch.SymFloat)(made)
+        for flag, check in _CHECKED[name](left, right, made) if is_of_user and name in _CHECKED else ():
+            _require_not(flag, check)
+        if made.boolean:  # torch's own code expects a `SymBool`, which has no arithmetic
+            return torch.SymFloat(made.as_truth()) if is_of_user else torch.SymBool(made)
+        return torch.SymFloat(made)
 
     return method
+
+
+def bitwise(name: str, left: Any, right: Any) -> Any:
+    """`operator.<name>(left, right)` of integers of which the program computes at least one: `and_`, `or_`, `xor`, `lshift` or `rshift`.
+
+    A result that needs more than 64 bits, and a negative count, are checked on the device.
+    """
+    beside: NumberNode = (left if isinstance(left, torch.SymFloat) else right).node
+    its, other = _node_of(left, beside), _node_of(right, beside)
+    assert its is not None
+    assert other is not None
+    made: NumberNode = getattr(its, name)(other)
+    if name in ("lshift", "rshift"):
+        _require_not(lambda: jnp.asarray(other.value) < 0, Check(ValueError, "negative shift count", user_line()))
+    elif all(type(value) is bool or (isinstance(value, torch.SymFloat) and value.node.kind is bool) for value in (left, right)):
+        return torch.SymFloat(made.as_truth())
+    if name == "lshift":
+        _require_not(lambda: abs(_wide(its)) * 2.0 ** _wide(other) >= _LIMIT, _too_large())
+    return torch.SymFloat(made)
 
 
 def of_math(fn: Callable[..., float], number: Any, *more: Any) -> Any:
@@ -104,6 +126,37 @@ def chosen(fn: Callable[..., Any], numbers: Sequence[Any]) -> torch.SymFloat | N
     if any(node is None or node.kind is not beside.kind for node in nodes):
         return None
     return torch.SymFloat(reduce(lambda left, right: getattr(left, fn.__name__)(right), nodes))
+
+
+def in_python(number: torch.SymFloat | torch.SymBool) -> tuple[Callable[..., Any], list[Any]] | None:
+    """The function of Python that gives a number that only the device knows, and its operands: numbers of the program, or Python's.
+
+    The device rounds some operations otherwise (a quotient by a constant), so a result is computed from the items that were read. None for
+    an item, and where there are many operations.
+    """
+    node = number.node
+    if not isinstance(node, NumberNode) or node.operation is None or node.num_operations > _MOST_OPERATIONS:
+        return None
+    name, operands = node.operation
+    fn = _IN_PYTHON.get(name)
+    return None if fn is None else (fn, list(map(_operand, operands)))
+
+
+def _operand(node: NumberNode) -> Any:
+    if node.evaluate is not None and node.key is not None and node.key[0] in CONSTANTS:
+        return node.evaluate()
+    return torch.SymBool(node) if node.boolean else torch.SymFloat(node)
+
+
+_MOST_OPERATIONS = 32
+_IN_PYTHON: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: getattr(operator, name) for name in ("and_", "or_", "xor", "lshift", "rshift")},
+    **{"pow_by_natural": operator.pow, "float_truediv": operator.truediv, "float_pow": operator.pow},
+    **{"floor": math.floor, "ceil": math.ceil, "int": int, "min": min, "max": max},
+    **{f"sym_{name}": getattr(math, name) for name in OF_MATH},
+}
 
 
 def _is_of_device(node: NumberNode) -> bool:
@@ -181,8 +234,8 @@ def _node_of(number: Any, beside: NumberNode) -> NumberNode | None:
     if isinstance(number, torch.SymFloat):
         return number.node if isinstance(number.node, NumberNode) else None
     if type(number) in (int, bool):
-        return beside.wrap_int(int(number))
+        return beside.wrap_int(number)  # a bool too, with which Python gives a bool
     return beside.wrap_float(number) if type(number) is float else None
 
 
-__all__ = ["install"]
+__all__ = ["bitwise", "chosen", "converted", "in_python", "install", "of_math"]

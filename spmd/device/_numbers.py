@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 import math
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -93,6 +92,17 @@ class NumberNode:
     def value(self) -> Any:
         """The 0-dim array. That of a comparison is computed only if the program needs it."""
         return self._value() if callable(self._value) else self._value
+
+    def as_truth(self) -> NumberNode:
+        """The outcome of a comparison, or of an operator on bools, as a bool with which Python can compute."""
+
+        def value() -> Any:
+            with exact_dtypes():
+                return once("truth", (self.value,), lambda: _integer(self.value))
+
+        made = NumberNode(value, self.evaluate, self.on_branch, key=self.key, truth=True)
+        made.operation, made.num_operations = self.operation, self.num_operations
+        return made
 
     def is_float(self) -> bool:
         return not self.boolean
@@ -300,12 +310,12 @@ def of_settings(key: Any, settings: Any) -> Any:
     name, *parts = key
     if name == "slot":
         return settings[parts[0]]
-    if name in _CONSTANTS:
-        return _CONSTANTS[name](parts[0])
+    if name in CONSTANTS:
+        return CONSTANTS[name](parts[0])
     return _OPERATORS[name](*(of_settings(part, settings) for part in parts))
 
 
-_CONSTANTS: dict[str, Callable[[Any], float]] = {"float": float.fromhex, "int": float, "bool": float}
+CONSTANTS: dict[str, Callable[[Any], float]] = {"float": float.fromhex, "int": float, "bool": float}
 
 
 def _fits_64_bits(number: int) -> bool:
@@ -334,7 +344,10 @@ def _of_device(*numbers: Any) -> bool:
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_integer"})
 _KEEP_INTEGERS = frozenset(
-    {"add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "min", "max", "pow_by_natural"}
+    {
+        *("add", "sub", "mul", "floordiv", "mod", "neg", "pos", "abs", "sym_min", "sym_max", "min", "max", "pow_by_natural"),
+        *("and_", "or_", "xor", "lshift", "rshift"),
+    }
 )
 _MAKE_INTEGERS = frozenset({"floor", "ceil", "int"})
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -348,6 +361,11 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "pow": power,
     "float_pow": power,
     "pow_by_natural": lambda a, b: a**b,
+    "and_": lambda a, b: a & b,
+    "or_": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "lshift": lambda a, b: jnp.where(jnp.asarray(b) > 63, 0, a << jnp.clip(b, 0, 63)),
+    "rshift": lambda a, b: a >> jnp.clip(b, 0, 63),
     "floor": partial(_of_math, "floor"),
     "ceil": partial(_of_math, "ceil"),
     "neg": lambda a: -a,
@@ -376,36 +394,6 @@ for _name in OF_MATH:
     _OPERATORS[f"sym_{_name}"] = partial(_of_math, _name)
 for _name, _fn in _OPERATORS.items():
     _operator(_name, _fn)
-
-
-def in_python(number: torch.SymFloat | torch.SymBool) -> tuple[Callable[..., Any], list[Any]] | None:
-    """The function of Python that gives a number that only the device knows, and its operands: numbers of the program, or Python's.
-
-    The device rounds some operations otherwise (a quotient by a constant), so a result is computed from the items that were read. None for
-    an item, and where there are many operations.
-    """
-    node = number.node
-    if not isinstance(node, NumberNode) or node.operation is None or node.num_operations > _MOST_OPERATIONS:
-        return None
-    name, operands = node.operation
-    fn = _IN_PYTHON.get(name)
-    return None if fn is None else (fn, list(map(_operand, operands)))
-
-
-def _operand(node: NumberNode) -> Any:
-    if node.evaluate is not None and node.key is not None and node.key[0] in _CONSTANTS:
-        return node.evaluate()
-    return torch.SymBool(node) if node.boolean else torch.SymFloat(node)
-
-
-_MOST_OPERATIONS = 32
-_IN_PYTHON: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")},
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{"pow_by_natural": operator.pow, "float_truediv": operator.truediv, "float_pow": operator.pow},
-    **{"floor": math.floor, "ceil": math.ceil, "int": int, "min": min, "max": max},
-    **{f"sym_{name}": getattr(math, name) for name in OF_MATH},
-}
 
 
 def lifted(value: Any, evaluate: Evaluate | None = None, on_branch: Any = None, **kind: Any) -> torch.SymFloat:

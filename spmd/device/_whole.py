@@ -41,6 +41,7 @@ _DIFFERENTIABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, 
 
 # The tensor of each edge of an autograd node, if torch's own node has them in another order: the bias comes first there.
 _EDGES = {"aten::linear": (2, 0, 1)}
+_CLASS_WEIGHT = 2  # position of the argument
 _WITH_BIAS = 3
 _FIRST = 4  # number of arguments of `_Differentiable.apply` before the edges
 
@@ -92,6 +93,16 @@ class WholeOp:
         with exact_dtypes():
             self.adapter.update(updated, args, kwargs)
         return result
+
+
+class OfClasses(WholeOp):
+    """A loss with class weights, whose gradient torch has for probabilities only: for indices, its own formula raises its error."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weight = args[_CLASS_WEIGHT] if len(args) > _CLASS_WEIGHT else kwargs.get("weight")
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            return self.op.decompose(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 def _has_tangents(tensors: Sequence[torch.Tensor]) -> bool:

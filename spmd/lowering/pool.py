@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from spmd.base._open_sizes import are_sizes_open
+from spmd.lowering._padded_windows import apart
 from spmd.lowering._registry import lower
 from spmd.lowering.norm import wide
 
@@ -58,7 +59,7 @@ class Windows:
         """`lax.reduce_window` over the last dims of one array or several."""
         ones, nones = (1,) * leading, [(0, 0)] * leading
         return lax.reduce_window(
-            operand,
+            operand if np.all(init == 0) else apart(operand, init[0] if isinstance(init, tuple) else init),
             init,
             computation,
             ones + self.kernel,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.lowering._padded_windows import apart
 from spmd.lowering._registry import lower
 
 
@@ -78,7 +79,8 @@ def constant_pad_nd(self: Any, pad: Any, value: Any = 0) -> Any:
     padding = [(0, 0, 0)] * self.ndim
     for i in range(len(pad) // 2):
         padding[self.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
-    return lax.pad(self, jnp.asarray(value, self.dtype), padding)
+    filling = jnp.asarray(value, self.dtype)
+    return lax.pad(self if isinstance(value, int | float) and value == 0 else apart(self, filling), filling, padding)
 
 
 @lower("slice_scatter")

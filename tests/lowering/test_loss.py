@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import spmd
 from spmd.device._storage import load, wrap
 from tests.lowering.against_cpu import check, normal
 from tests.oracle import assert_same
@@ -133,3 +134,35 @@ def test_numbers_that_torch_ignores_or_refuses() -> None:
         F.smooth_l1_loss(x.to("jax"), x.to("jax"), beta=-1.0)
     with pytest.raises(ValueError, match="must either both be None or neither be None"):
         F.batch_norm(x.to("jax"), torch.zeros(4, device="jax"), None, training=True)
+
+
+_INDICES, _SHARES = torch.tensor([0, 1, 3]), torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+WEIGHTED: dict[str, Any] = {
+    "indices": lambda x, w: F.cross_entropy(x, _INDICES.to(x.device), w),
+    "smoothed": lambda x, w: F.cross_entropy(x, _INDICES.to(x.device), w, label_smoothing=0.1),
+    "probabilities": lambda x, w: F.cross_entropy(x, _SHARES.to(x.device), w),
+    "smoothed probabilities": lambda x, w: F.cross_entropy(x, _SHARES.to(x.device), w, label_smoothing=0.2),
+    "nll_loss": lambda x, w: F.nll_loss(x.log_softmax(1), _INDICES.to(x.device), w),
+    "nll_loss2d": lambda x, w: F.nll_loss(x.log_softmax(1)[..., None, None], _INDICES.to(x.device)[:, None, None], w),
+}
+
+
+@pytest.mark.parametrize("name", list(WEIGHTED))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_class_weights_have_the_gradient_or_the_error_of_the_cpu(name: str, compiled: bool) -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.no_grad():
+            WEIGHTED[name](x, weight)
+        loss = WEIGHTED[name](x, weight)
+        return (loss.detach(), *torch.autograd.grad(loss, [x, weight]))
+
+    x, weight = torch.linspace(-1, 1, 12).reshape(3, 4), torch.arange(1.0, 5.0)
+    run = spmd.compile(step) if compiled else step
+    if "probabilities" not in name:
+        for call, device in ((step, "cpu"), (run, "jax")):
+            with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"):
+                call(x.to(device), weight.to(device))
+        return
+    for ours, theirs in zip(run(x.to("jax"), weight.to("jax")), step(x, weight), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,3 +189,119 @@ def test_what_is_evicted_runs_again(name: str) -> None:
         return found
 
     assert run(lambda fn: spmd.compile(fn, max_retraces=20), "jax") == run(lambda fn: fn, "cpu")
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.history = 0, list[Any]()
+
+
+class Slot:
+    __slots__ = ("history", "total")
+
+    def __init__(self) -> None:
+        self.total, self.history = 0, list[Any]()
+
+
+def _append(found: Any, number: int, x: torch.Tensor) -> Any:
+    found.append(number)
+    return len(found)
+
+
+def _set(found: Any, number: int, x: torch.Tensor) -> Any:
+    found["n"] = number
+    return found["n"]
+
+
+def _add(found: Any, number: int, x: torch.Tensor) -> Any:
+    found.total += number
+    found.history.append(number)
+    return found.total
+
+
+def _append_inside(found: Any, number: int, x: torch.Tensor) -> Any:
+    found[0]["a"].append(number)
+    return found[0]["a"][0]
+
+
+def _append_tensor(found: Any, number: int, x: torch.Tensor) -> Any:
+    found.append(x * number)
+    return len(found)
+
+
+def _append_of_device(found: Any, number: int, x: torch.Tensor) -> Any:
+    found.append((x * number).sum().item())
+    return 1
+
+
+def _shown(found: Any) -> str:
+    if isinstance(found, (Meter, Slot)):
+        return repr((found.total, found.history))
+    return repr([part.tolist() if isinstance(part, torch.Tensor) else part for part in found] if isinstance(found, list) else found)
+
+
+_NEW: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "list": (list, _append),
+    "dict": (dict, _set),
+    "object": (Meter, _add),
+    "slots": (Slot, _add),
+    "inside a tuple": (lambda: ({"a": []},), _append_inside),
+    "tensors": (list, _append_tensor),
+    "numbers of the device": (list, _append_of_device),
+}
+
+
+@pytest.mark.parametrize("keys", ["aaaaaaaa", "abcabcab", "abcdefgh", "clear"])
+@pytest.mark.parametrize("name", list(_NEW))
+def test_what_the_function_puts_into_a_cached_result_is_that_of_each_call(name: str, keys: str) -> None:
+    """Whether the result is new in a call, is found, was evicted before, or the cache was cleared."""
+
+    def run(device: str) -> list[Any]:
+        make, put = _NEW[name]
+
+        @functools.lru_cache(maxsize=2)
+        def cached(key: str) -> Any:
+            return make()
+
+        state = SimpleNamespace(number=0, key="a")
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            state.number += 1
+            return x * put(cached(state.key), state.number, x)
+
+        compiled: Callable[..., Any] = spmd.compile(step) if device == "jax" else step
+        found: list[Any] = []
+        for i in range(8):
+            state.key = "a" if keys == "clear" else keys[i]
+            if keys == "clear" and i % 3 == 2:
+                cached.cache_clear()
+            result = compiled(torch.ones(2, device=device)).tolist()
+            found.append((result, _shown(cached(state.key)), cached.cache_info().currsize))
+        return found
+
+    assert run("jax") == run("cpu")
+
+
+def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
+    log: list[int] = []
+
+    @functools.lru_cache(maxsize=2)
+    def cached(key: int) -> dict[str, int]:
+        log.append(key)
+        return {}
+
+    @spmd.compile
+    def step(x: torch.Tensor, key: int) -> torch.Tensor:
+        cached(key)
+        if key == 1:
+            raise ValueError("one")
+        return x * 2
+
+    for key in (1, 2, 1, 2):
+        if key == 1:
+            with pytest.raises(ValueError, match="one"):
+                step(torch.ones(2, device="jax"), key)
+        else:
+            step(torch.ones(2, device="jax"), key)
+    assert log == [2]
+    assert cached.cache_info().currsize == 1

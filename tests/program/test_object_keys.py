@@ -24,6 +24,50 @@ class Key:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    number: int
+
+
+class Deep:
+    """A key whose number is in a list of an object in its slot."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self, number: int) -> None:
+        self.inside = Holder(number)
+
+    def __hash__(self) -> int:
+        return hash(self.inside.numbers[0])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Deep) and self.inside.numbers == other.inside.numbers
+
+    def __repr__(self) -> str:
+        return f"Deep({self.inside.numbers})"
+
+
+class Holder:
+    def __init__(self, number: int) -> None:
+        self.numbers = [number]
+
+
+class Direct:
+    """A key whose number is its hash."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Direct) and self.number == other.number
+
+    def __repr__(self) -> str:
+        return f"Direct({self.number})"
+
+
 class Named(NamedTuple):
     number: int
     phase: Phase
@@ -51,6 +95,10 @@ class State:
         self.number = 0
         self.history: Any = collections.defaultdict(list)
         self.meters: Any = collections.defaultdict(Meter)
+        self.table: dict[Any, Any] = {}
+        self.counter: Any = collections.Counter()
+        self.ordered: Any = collections.OrderedDict()
+        self.members: set[Any] = set()
 
 
 @pytest.mark.parametrize("name", list(KEYS))
@@ -80,20 +128,76 @@ def test_an_entry_of_a_defaultdict_is_made_by_every_call(name: str) -> None:
     assert run("jax") == run("cpu")
 
 
-@pytest.mark.parametrize("make", [Key, lambda n: Named(n, Phase.TRAIN), lambda n: (Key(n), "loss"), lambda n: (n, "loss")])
-def test_a_key_with_a_number_that_changes_has_that_of_each_call(make: Callable[[int], Any]) -> None:
+def _set(state: State, key: Any) -> None:
+    state.table[key] = state.table.get(key, 0) + 1
+
+
+def _update(state: State, key: Any) -> None:
+    state.table.update({key: state.number})
+
+
+def _update_by_pairs(state: State, key: Any) -> None:
+    state.table.update([(key, state.number)])
+
+
+def _set_default(state: State, key: Any) -> None:
+    state.table.setdefault(key, []).append(1)
+
+
+def _merge(state: State, key: Any) -> None:
+    state.table |= {key: state.number}
+
+
+def _make_entry(state: State, key: Any) -> None:
+    state.history[key].append(1)
+
+
+def _count(state: State, key: Any) -> None:
+    state.counter.update([key])
+    state.counter[key] += 1
+
+
+def _move(state: State, key: Any) -> None:
+    state.ordered[key] = state.number
+    state.ordered.move_to_end(key)
+
+
+def _take_out(state: State, key: Any) -> None:
+    state.table.pop(key, None)
+    state.members.discard(key)
+    state.members.add(key)
+    state.table[key] = len(state.members)
+
+
+_MAKE = [
+    Key,
+    Slots,
+    Deep,
+    Direct,
+    lambda n: Named(n, Phase.TRAIN),
+    lambda n: (("a", (Slots(n),)), 1),
+    lambda n: frozenset({Slots(n)}),
+    lambda n: (n, "loss"),
+]
+_USE = [_set, _update, _update_by_pairs, _set_default, _merge, _make_entry, _count, _move, _take_out]
+
+
+@pytest.mark.parametrize("use", _USE)
+@pytest.mark.parametrize("make", _MAKE, ids=["key", "slots", "deep", "direct", "named", "nested", "frozenset", "tuple"])
+def test_a_key_with_a_number_that_changes_has_that_of_each_call(make: Callable[[int], Any], use: Callable[[State, Any], None]) -> None:
     def run(device: str) -> list[Any]:
-        state, table, found = State(), dict[Any, int](), list[Any]()
+        state, found = State(), list[Any]()
 
         def step(x: torch.Tensor) -> torch.Tensor:
             key = make(state.number % 2)
             state.number += 1
-            table[key] = table.get(key, 0) + 1
-            return x * table[key]
+            use(state, key)
+            return x + state.number
 
         compiled: Callable[..., Any] = spmd.compile(step) if device == "jax" else step
         for _ in range(6):
-            found.append(repr((compiled(torch.ones(2, device=device)).tolist(), table)))
+            result = compiled(torch.ones(2, device=device)).tolist()
+            found.append(repr((result, state.table, state.history, state.counter, state.ordered, len(state.members))))
         return found
 
     assert run("jax") == run("cpu")

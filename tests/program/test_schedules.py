@@ -101,3 +101,43 @@ def test_a_polynomial_schedule_that_ends_inside_the_step() -> None:
         x, y = batch(8, 8, seed=i), batch(8, 8, seed=50 + i)
         assert_same(step(x.to("jax"), y.to("jax")), run(0, x, y))
         assert schedules[1].get_last_lr() == pytest.approx(schedules[0].get_last_lr())
+
+
+@pytest.mark.parametrize("name", ["ExponentialLR", "OneCycleLR", "LambdaLR"])
+def test_a_tensor_that_a_schedule_sets_in_the_step_is_refused(name: str) -> None:
+    rate = torch.tensor(0.01)
+    weight = torch.nn.Parameter(torch.ones(2, device="jax"))
+    optimizer = torch.optim.AdamW([weight], lr=rate)
+    schedule = SCHEDULES[name](optimizer)
+    before = rate.clone()
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> Any:
+        (weight * x).sum().backward()
+        optimizer.step()
+        schedule.step()
+        return schedule.get_last_lr()
+
+    with pytest.raises(spmd.TraceError, match=r"sets 'lr' of an optimizer, which is a tensor: 0\.0"):
+        step(torch.ones(2, device="jax"))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert torch.equal(rate, before)
+
+
+def test_a_tensor_that_is_a_learning_rate_is_returned_as_it_is() -> None:
+    rate = torch.tensor(0.01)
+    weight = torch.nn.Parameter(torch.ones(2, device="jax"))
+    optimizer = torch.optim.AdamW([weight], lr=rate)
+
+    @spmd.compile
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        return optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["lr"] * 1.0
+
+    for i in range(4):
+        rate.fill_(0.01 / (i + 1))
+        found, computed = step(torch.ones(2, device="jax"))
+        assert found is rate
+        assert float(computed) == float(rate)

@@ -6,7 +6,7 @@ Learning rates, betas and momenta are Python floats that schedulers change betwe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import getitem, is_
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from spmd.base._errors import TraceError, message
 from spmd.base._jax import variable_of
 from spmd.device._numbers import lifted, of_settings
 from spmd.device._storage import once
-from spmd.program.reads import INPUT, LENGTH, NumberPlace, Numbers, PartPlace, Varying, with_inputs
+from spmd.program.reads import INPUT, LENGTH, Effect, NumberPlace, Numbers, PartPlace, Varying, with_inputs
 
 _CAPACITY = 256  # varying numbers, and numbers computed from them, that one program may use
 
@@ -39,8 +40,8 @@ class LiftedNumbers:
         varying: places of the other numbers that change from call to call.
         size: number of elements of the vector.
         lengths: during a trace, the lengths of lists that are inputs, by id of the list.
-        stand_ins: from the end of a trace until its results are taken apart: by id of each tuple with such numbers, the tuple, and a
-            function that returns the tuple of a call.
+        stand_ins: from the end of a trace until its results are taken apart: by id of each tuple with such numbers, and of each number in
+            the place of a tensor, the value, and a function that returns that of a call.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LiftedNumbers:
             self.slots.extend((s, key, None) for s in held for key, value in s.items() if type(value) in kinds)
         self._kinds = [type(holder[key]) for holder, key, _ in self.slots[num_of_groups:]]
         self._places = {(id(holder), key) for holder, key, _ in self.slots}
+        self._tensors = {(id(h), key): h[key] for h, key, _ in self.slots if isinstance(h[key], torch.Tensor)}
         varying = [place for place in changed if isinstance(place, NumberPlace)]
         # two places may lead to one number: its object is in both
         now = {(p.slot, p.path): p for p in varying if p.slot not in self._places and type(p.read()) is p.kind}
@@ -165,6 +167,22 @@ class LiftedNumbers:
         of_states = self._held[len(self.slots) - len(self._kinds) :]
         return [*map(type, of_states)] == self._kinds[: len(of_states)] and all(type(place.read()) is place.kind for place in self.varying)
 
+    def require_tensors_kept(self, effects: Iterable[Effect]) -> None:
+        """Refuse writes to settings that are tensors: the trace has numbers in their place, and eager code may write to the tensor.
+
+        Raises:
+            TraceError: there is one.
+        """
+        for effect in effects:
+            if (tensor := self._tensors.get((id(effect.holder), effect.key))) is not None:
+                raise TraceError(
+                    message(
+                        f"the compiled function sets {effect.key!r} of an optimizer, which is a tensor: {tensor}",
+                        "a schedule writes to that tensor, and other code replaces it",
+                        fix=f"step the schedule after the compiled function, or use a number: {effect.key}={tensor.item():.6g}",
+                    )
+                )
+
     @contextmanager
     def in_place(self, vector: Any, on_branch: Callable[..., None]) -> Generator[None]:
         """Context for a trace in which each slot and varying place contains a lifted number, an element of `vector` (float64[size]).
@@ -197,9 +215,10 @@ class LiftedNumbers:
                 self.lengths[place.slot[0]] = number
             else:
                 place.put(number)
-        slots = ((group[key], partial(getitem, group, key)) for group, key, position in self.slots if position is not None)
+        tuples = ((group[key], partial(getitem, group, key)) for group, key, position in self.slots if position is not None)
+        tensors = ((group[key], partial(getitem, group, key)) for group, key, value in kept if isinstance(value, torch.Tensor))
         in_places = (found for place in self.varying for found in place.tuples())
-        self.stand_ins = {id(value): (value, look) for value, look in (*slots, *in_places)}
+        self.stand_ins = {id(value): (value, look) for value, look in (*tuples, *tensors, *in_places)}
         try:
             yield
         finally:

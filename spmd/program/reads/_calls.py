@@ -79,15 +79,13 @@ from spmd.program.reads._varying import (
     NumberMethod,
     NumbersNeeded,
     Varying,
-    conversion,
     fixed,
     fixed_if_varying,
     is_sequence,
     is_varying,
-    only_reads,
-    substitute,
     with_fixed_keys,
 )
+from spmd.program.reads._varying_calls import conversion, only_reads, substitute
 from spmd.program.reads._varying_index import for_items
 
 if TYPE_CHECKING:

@@ -168,7 +168,7 @@ def _load_attr(instance: Any, name: str) -> None:
             without_hooks(recording, recording.load_attr, instance, name)
             if name == "__class__" and type(instance) is Varying:  # its class is not the number's
                 raise NumbersNeeded
-            if name in ("__class__", "__doc__", "node"):
+            if name in ("__class__", "__doc__", "node") or type(instance) is torch.SymFloat:
                 require_known_name(instance, name)
 
 
@@ -282,7 +282,10 @@ HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "delete_attr", "mutate", "iterate", "made_with_keys")},
     **{name: _item_hook(name) for name in ("store_item", "delete_item")},
     "load_item": _load_item,
-    **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "contains", "compare", "operate_in_place")},
+    **{
+        name: _replacing_hook(name)
+        for name in ("call", "call_ex", "as_key", "as_hash", "invert", "contains", "compare", "operate_in_place")
+    },
     "operate": _operate,
     "power": _power,
     "match_class": _match_class,

@@ -35,7 +35,7 @@ Hooks = dict[str, Callable[..., Any]]
 _READS_CONTENT = {
     **dict.fromkeys(("GET_LEN", "BEFORE_WITH", "LOAD_SPECIAL"), 1),
     **dict.fromkeys(("GET_AWAITABLE", "GET_AITER", "GET_ANEXT", "BEFORE_ASYNC_WITH"), 1),
-    **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"), 1),
+    **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE"), 1),
     **dict.fromkeys(("DICT_UPDATE", "DICT_MERGE", "MATCH_MAPPING", "MATCH_SEQUENCE"), 1),
     "MATCH_KEYS": 2,
 }
@@ -180,7 +180,7 @@ class Instrumenter:
                 is_compared = False
                 continue
             if instr.name == "RETURN_VALUE" and code.name in INTEGERS:
-                yield from self._replaced("as_key", 1, instr.location)
+                yield from self._replaced("as_hash" if code.name == "__hash__" else "as_key", 1, instr.location)
             if instr.name == "IS_OP" and not (isinstance(code[index - 1], Instr) and code[index - 1].arg is None):
                 yield from self._operation("identity", instr.location)
             is_compared = instr.name in ("COMPARE_OP", "CONTAINS_OP", "IS_OP")
@@ -240,6 +240,8 @@ class Instrumenter:
             is_in_place = isinstance(arg, BinaryOp) and arg.name.startswith("INPLACE")
             operation = "power" if arg is BinaryOp.POWER else "operate"
             yield from self._operation("operate_in_place" if is_in_place else "compare" if op == "COMPARE_OP" else operation, at)
+        elif op == "UNARY_INVERT":
+            yield from self._replaced("invert", 1, at)
         elif op in TO_BOOL:
             yield from self._observe("test", copies(1), at)
         elif op in _READS_CONTENT:

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import abc
+import datetime
+import enum
 import functools
 import gc
+import numbers
+import pathlib
+import re
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spmd.base._errors import TraceError, message
 from spmd.base._torch import pytree
+from spmd.program.find._static import attributes_of, slots_of
 from spmd.program.reads._classes import ask_abstract
-from spmd.program.reads._parts import is_data
+from spmd.program.reads._nested import inside
+from spmd.program.reads._parts import WITH_ITEMS, is_data
 from spmd.program.reads._places import PLAIN
-from spmd.program.reads._varying import Varying
+from spmd.program.reads._varying import NumbersNeeded, Varying
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
 
 GENERIC = functools.wraps.__code__.co_filename  # the file with the code of generic functions
+_IMMUTABLE = (
+    *(*PLAIN, enum.Enum, re.Pattern, numbers.Number, datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath),
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+)
 _OF_TRACE = (torch.Tensor, torch.SymFloat, torch.SymInt)
 
 
@@ -52,27 +64,31 @@ class Cache:
         fn: the cached function.
         results: the dict of its results, by key.
         lookups: calls whose result stays in the cache. Every call looks it up too: which result is evicted depends on that.
+        found: results that count as older than the trace: those that it has found, and those that it leaves in the cache.
         is_running: whether a call of the function has not returned yet.
         made: tensors in results that the trace computed, each with its version at that time.
     """
 
     def __init__(self, fn: functools._lru_cache_wrapper[Any]) -> None:
         self.fn = fn
-        self.results: dict[Any, Any] = next(o for o in gc.get_referents(fn) if type(o) is dict and o is not fn.__dict__)
+        referents = gc.get_referents(fn)[::-1]  # keys and results come before its own parts
+        self.results: dict[Any, Any] = next(o for o in referents if type(o) is dict and o is not fn.__dict__)
         self._kept = set(self.results)  # keys that later calls find too
         self.made: list[tuple[torch.Tensor, int]] = []
+        self.found: list[Any] = []
+        self._missed: list[Any] = []
         self._of_trace: list[Any] = []
         self.lookups: list[Callable[[], Any]] = []
         self.is_running = False
         self._is_first = True
-        self._no_key = next(o for o in gc.get_referents(fn) if type(o) is object)
+        self._no_key = next(o for o in referents if type(o) is object)
 
     def call(self, recording: Recording, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
 
         A result that was cached before the trace is guarded: every call has to find it. A result that the trace computes is guarded as
         missing in three cases: it holds tensors, which do not stay in the cache after the trace; the function wrote something, which
-        a cached result would not write again; or it is a list or an object, which the cache keeps from then on.
+        a cached result would not write again; or code can write to it, as to a list or an object, which the cache keeps from then on.
         """
         misses, num_writes = self.fn.cache_info().misses, recording.journal.num_writes
         is_inner = any(cache.is_running for cache in recording.caches.values())  # later calls find the outer result
@@ -84,15 +100,18 @@ class Cache:
         key, title = self._key(args, kwargs), f"the cache of {self.fn.__qualname__}"
         if self.fn.cache_info().misses == misses:
             if key in self._kept:
+                self.found.append(result)
                 recording._title_of(self.results, title)
                 recording._read_item(recording.owned(self.fn, self.results), key)
                 self._repeat(args, kwargs, is_inner)
-        elif _holds(result, Varying):
-            self.results.pop(key, None)
-            raise TypeError(f"{self.fn.__qualname__} caches its results, so it takes no Varying")  # traced again without varying numbers
-        elif (is_of_trace := _holds(result, _OF_TRACE)) or recording.journal.num_writes > num_writes or is_data(result):
+            return result
+        self._missed.append(key)
+        if _holds(result, Varying):
+            raise NumbersNeeded
+        if (is_of_trace := _holds(result, _OF_TRACE)) or recording.journal.num_writes > num_writes or not _is_immutable(result):
             recording.read_missing(self.fn, self.results, key, f"{title}[{{!r}}]")
             if not is_of_trace:  # a call whose key was evicted is traced again: it leaves the key in the cache
+                self.found += _all_inside(result)  # what is written to it from now on is written after each call
                 recording.ask(self.fn, ((id(self.fn), "misses"), f"the misses of {title}", lambda: self.fn.cache_info().misses))
             if is_of_trace:  # keep the key: the dict of a bounded cache holds links, which do not show their results
                 self._of_trace.append(key)
@@ -122,6 +141,11 @@ class Cache:
         for key in self._of_trace:
             self.results.pop(key, None)
 
+    def forget_all(self) -> None:
+        """Drop all results that the trace has computed, because it failed."""
+        for key in self._missed:
+            self.results.pop(key, None)
+
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The key under which functools caches a result."""
         is_typed = self.fn.cache_parameters()["typed"]
@@ -130,6 +154,20 @@ class Cache:
         named = [part for item in kwargs.items() for part in item]
         types_of = [*map(type, args), *map(type, kwargs.values())] if is_typed else []
         return (*args, *([self._no_key, *named] if kwargs else []), *types_of)
+
+
+@contextmanager
+def forgetting(caches: Mapping[int, Cache]) -> Generator[None]:
+    """A context for a trace, at whose end the caches drop the results that are valid only in it: all of them if the trace failed."""
+    try:
+        yield
+    except BaseException:
+        for cache in caches.values():
+            cache.forget_all()
+        raise
+    finally:
+        for cache in caches.values():
+            cache.forget()
 
 
 def require_unwritten(caches: Iterable[Cache]) -> None:
@@ -152,4 +190,29 @@ def require_unwritten(caches: Iterable[Cache]) -> None:
 
 
 def _holds(value: Any, kinds: Any) -> bool:
-    return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
+    return any(isinstance(part, kinds) for part in inside(value, _parts_of))
+
+
+def _parts_of(value: Any) -> list[Any] | None:
+    """The parts of a container or a plain object; None for other values."""
+    if isinstance(value, PLAIN) or not (isinstance(value, WITH_ITEMS) or is_data(value)):
+        return None
+    items = dict.items(value) if isinstance(value, dict) else value if isinstance(value, WITH_ITEMS) else ()
+    return [*items, *(attributes_of(value) or {}).values(), *slots_of(value).values()]
+
+
+def _all_inside(value: Any) -> list[Any]:
+    """A value, and all that is inside it."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found and not isinstance(part, PLAIN):
+            found[id(part)] = part
+            waiting += _parts_of(part) or ()
+    return list(found.values())
+
+
+def _is_immutable(value: Any) -> bool:
+    """Whether no code can write to a value: numbers, strings, functions, and tuples of them."""
+    return all(isinstance(part, _IMMUTABLE) for part in inside(value, lambda part: part if type(part) in (tuple, frozenset) else None))

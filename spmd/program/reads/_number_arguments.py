@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from spmd.base._errors import dropped
 from spmd.base._torch import DeviceContext, are_functorch_transforms_active, function_mode_at, num_torch_function_modes
 from spmd.device._numbers import is_program_number, sample
 
 _METHODS = (BuiltinMethodType, MethodType)
+_NOT_TAKEN = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 _composed: dict[int, Callable[..., Any]] = {}  # by id of torch's function
 _methods: dict[str, Callable[..., Any]] = {}  # by name of a tensor's method
 
@@ -77,6 +79,25 @@ def by_composition(composed: Callable[..., Any], fn: Callable[..., Any], *given:
         return fn(*given, **options)
 
 
+def with_first_form(called: Callable[..., Any], forms: Sequence[Callable[[Any], Any]], given: Sequence[Any], options: Any) -> Any:
+    """`called(*given, **options)`, with the arguments in the first of some forms that it takes.
+
+    A number is a tensor or a Scalar for one function of torch, and a size, a dim or a count for another one, which takes only a Python
+    number. A call that may run code of the user's has the first form only: that code would run twice.
+
+    Args:
+        called: a function of torch.
+        forms: each gives the form of an argument.
+    """
+    call = lambda form: called(*map(form, given), **{name: form(value) for name, value in options.items()})  # noqa: E731
+    if any(map(callable, (*given, *options.values(), getattr(called, "__self__", None)))):
+        return call(forms[0])
+    for form in forms[:-1]:
+        with dropped(*_NOT_TAKEN):
+            return call(form)
+    return call(forms[-1])
+
+
 def require(*conditions: Any) -> None:
     """Raise NotImplementedError unless all conditions hold. One that compares a program number is a branch of the program."""
     if not all(conditions):
@@ -129,4 +150,5 @@ __all__ = [
     "require_floats",
     "require_number",
     "require_one_dtype",
+    "with_first_form",
 ]

@@ -214,7 +214,7 @@ def require_known_name(value: Any, name: str) -> None:
         TraceError: the attribute is one of these.
     """
     if is_program_number(value) and (
-        name in ("__class__", "__doc__", "node") or (hasattr(value.node.kind, name) and not hasattr(type(value), name))
+        name in ("__class__", "__doc__", "node") or (hasattr(value.node.kind, name) != hasattr(type(value), name) and name[0] != "_")
     ):
         raise needs_value(f"number (for its attribute {name})")
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 
 from spmd.base._torch import is_functorch_wrapped_tensor
 from spmd.device._host_copies import held_of
+from spmd.device._number_arithmetic import bitwise
 from spmd.device._numbers import is_program_number, sample
 from spmd.device._storage import is_device_tensor
 
@@ -78,8 +80,37 @@ def _binary(name: str) -> None:
     setattr(TensorOperand, f"__{name.rstrip('_')}__", lambda self, number: fn(self.tensor, number_beside(number, self.tensor)))
 
 
+class IntegerOperand:
+    """Takes the place of the left operand where one is an integer of the program: torch's numbers have no bitwise operators."""
+
+    def __init__(self, left: Any) -> None:
+        self.left = left
+
+    def __invert__(self) -> Any:
+        return -self.left - 1
+
+
+def integer_operand(left: Any, right: Any) -> Any:
+    """The left operand to use where one operand is an integer or a bool of the program, and the other one is an integer or a bool."""
+    if not (is_program_number(left) or is_program_number(right)) or not _is_integer(left) or not _is_integer(right):
+        return left
+    return IntegerOperand(left)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) in (int, bool) or (is_program_number(value) and value.node.kind in (int, bool))
+
+
+def _integers(name: str, is_bitwise: bool) -> None:
+    fn = partial(bitwise, name) if is_bitwise else getattr(operator, name)
+    setattr(IntegerOperand, f"__{name.rstrip('_')}__", lambda self, right: fn(self.left, right))
+
+
+for _names, _is_bitwise in (("add sub mul truediv floordiv mod pow", False), ("lshift rshift and_ or_ xor", True)):
+    for _name in _names.split():
+        _integers(_name, _is_bitwise)
 for _names in ("add sub mul truediv floordiv mod pow", "lshift rshift and_ or_ xor", "lt le gt ge eq ne"):
     for _name in _names.split():
         _binary(_name)
 
-__all__ = ["TensorOperand", "loses_numbers", "number_beside", "takes_tensors", "with_operands"]
+__all__ = ["TensorOperand", "integer_operand", "loses_numbers", "number_beside", "takes_tensors", "with_operands"]

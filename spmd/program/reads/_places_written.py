@@ -80,11 +80,9 @@ class PlacesWritten(PlacesRead):
         if type(key) not in QUIET:
             self.require_no_key(key)
             self.read_content(key)
-            _require_no_numbers(key)
         elif type(key) is tuple:
             for part in key:
                 self.read_content(part)
-                _require_no_numbers(part)
 
     def store_global(self, variables: dict[str, Any], name: str) -> None:
         self.journal.entry(variables, name, name)
@@ -204,6 +202,16 @@ class PlacesWritten(PlacesRead):
         self.ask_identity(key)
         return fixed_if_varying(key)
 
+    def as_hash(self, number: Any) -> Any:
+        """Before a `__hash__` returns a number. Returns the number.
+
+        Raises:
+            NumbersNeeded: it follows from a number that varies. A container would keep the object under the hash of one call.
+        """
+        if type(number) is Varying:
+            raise NumbersNeeded
+        return number
+
     def _note_missing(self, holder: Any, key: Any) -> None:
         """Before a look-up that makes an entry of a `defaultdict`."""
         if isinstance(holder, collections.defaultdict) and key not in holder:
@@ -231,22 +239,6 @@ class PlacesWritten(PlacesRead):
         for each in (holder, *self.memory_of(holder)):
             self.read_content(each)
             self.journal.content(each, self._title(each))
-
-
-def _require_no_numbers(key: Any, depth: int = 3) -> None:
-    """Check an object that is a key, or a part of one: a container keeps it with the numbers of one call.
-
-    Raises:
-        NumbersNeeded: it holds a number that varies, which is a constant in the next trace.
-    """
-    if type(key).__hash__ is object.__hash__ or isinstance(key, (Varying, torch.Tensor)):  # found by its identity
-        return
-    parts = [*(attributes_of(key) or {}).values(), *(key if isinstance(key, (tuple, frozenset)) else ())]
-    for part in parts:
-        if type(part) is Varying:
-            raise NumbersNeeded
-        if depth and type(part) not in PLAIN:
-            _require_no_numbers(part, depth - 1)
 
 
 __all__ = ["MEMOS", "WITH_PARTS", "PlacesWritten", "is_kept_in_c"]

@@ -36,9 +36,10 @@ from spmd.program.reads._in_place import in_place_operand
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
-from spmd.program.reads._memos import read_registry
+from spmd.program.reads._memos import forgetting, read_registry
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import numpy_operand, tensor_operand
+from spmd.program.reads._number_operands import integer_operand
 from spmd.program.reads._number_place import ABSENT, INPUT, ObjectPlace
 from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
@@ -224,12 +225,11 @@ class Recording(PlacesWritten):
 
     def compare(self, left: Any, right: Any) -> Any:
         """Before a comparison. Returns the left operand to use instead."""
-        return self.operate(self.note_comparison(left, right), right)
+        return tensor_operand(self._operands(self.note_comparison(left, right), right), right)
 
     def operate(self, left: Any, right: Any) -> Any:
         """Before an operator. Returns the left operand to use instead."""
-        left = self._operands(left, right)
-        return tensor_operand(left, right)
+        return integer_operand(tensor_operand(self._operands(left, right), right), right)
 
     def _operands(self, left: Any, right: Any) -> Any:
         left = operand(self, left, right)
@@ -256,7 +256,14 @@ class Recording(PlacesWritten):
     def operate_in_place(self, left: Any, right: Any) -> Any:
         """Before `left += right` and the like. Returns the left operand to use instead."""
         note_in_place(self, left, right)
-        return left if isinstance(left, list) else in_place_operand(self._operands(left, right), right, self.copies)
+        if isinstance(left, list):
+            return left
+        return in_place_operand(integer_operand(self._operands(left, right), right), right, self.copies)
+
+    def invert(self, value: Any) -> Any:
+        """Before `~value`. Returns the operand to use instead."""
+        self.read_content(value)
+        return integer_operand(value, 0)
 
     def iterate(self, value: Any) -> None:
         value = resolved(value)
@@ -379,7 +386,8 @@ class Recording(PlacesWritten):
     def _find_made(self) -> None:
         """Find the objects that the trace created, and those that existed before although the garbage collector does not know them."""
         self._made_ids = HEAP.made()
-        self._existing_ids = set(map(id, self._arguments))
+        found = [result for cache in self.caches.values() for result in _parts.with_tuple_items(cache.found)]
+        self._existing_ids = set(map(id, [*self._arguments, *found]))
         for place in self.places.values():  # in the order of the reads: the values in an older object are older than the trace too
             if self.is_before(place.holder):
                 self._existing_ids.update(map(id, _parts.with_tuple_items(place.values())))
@@ -486,14 +494,13 @@ def recorded(
     """
     recording = Recording(names or {}, owners or {}, ignored or set())
     swapped = _swap.swap(HEAP.functions())
-    try:
-        with texts_needed(recording), HEAP.set_apart(), _observers.trace_functions_apart():
-            yield recording
-    finally:
-        _swap.restore(swapped)
-        recording.journal.undo(recording.is_before)
-        for cache in recording.caches.values():
-            cache.forget()
+    with forgetting(recording.caches):
+        try:
+            with texts_needed(recording), HEAP.set_apart(), _observers.trace_functions_apart():
+                yield recording
+        finally:
+            _swap.restore(swapped)
+            recording.journal.undo(recording.is_before)
 
 
 __all__ = ["Recording", "recorded"]

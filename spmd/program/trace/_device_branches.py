@@ -36,7 +36,7 @@ from spmd.program.reads._library import is_recorded
 from spmd.program.run._program_devices import ProgramDevices
 from spmd.program.trace._trace_settings import TraceSettings
 
-_MOST_GUESSED = 200  # and four times the number of decided sides
+_MOST_GUESSED = 16  # and four times the number of decided sides: XLA compiles them unrolled, a draw of random numbers in 0.4 s on a CPU
 
 
 class Visit(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spmd.device._numbers import in_python
+from spmd.device._number_arithmetic import in_python
 from spmd.program.reads import ABSENT, PLAIN, NumbersNeeded, Pending, Varying
 from spmd.program.trace._array_parts import SharedMemory
 from spmd.program.trace._object_parts import ObjectParts, copied_parts, holds_varying, is_proxy, parts_of
@@ -79,7 +79,7 @@ class OutputTree:
             return self._tensor(value)
         if not is_proxy(value) and isinstance(value, (*PLAIN, Varying, GradientOf)) and not isinstance(value, slice):
             return self._leaf(value)
-        number: Any = value if type(value) in (torch.SymFloat, torch.SymBool) else None
+        number: Any = value if type(value) in (torch.SymFloat, torch.SymBool) and not self._is_before(value) else None
         if number is not None:
             value = number = self._numbers.setdefault(id(number.node), number)
         if id(value) in self._refs:

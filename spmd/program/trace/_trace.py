@@ -225,6 +225,7 @@ class Trace:
                 self._require_no_other_settings(recorder, reads)
                 require_unchanged(zip(self.arguments.copies, self.arguments.hosts, strict=True))
                 effects, elements = [*containers.of_tensors(run_in(reads.effects)), *containers.effects()], self.numbers.elements()
+                self.numbers.require_tensors_kept(effects)
                 optim.note(recorder.newborn.__contains__)
                 self.torch_state.memory.write_back()
             left = self.left = self._left(result, effects)
