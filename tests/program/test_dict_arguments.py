@@ -126,7 +126,7 @@ def shown(value: Any) -> Any:
 def test_a_cache_among_the_arguments_evicts_what_was_used_least_recently() -> None:
     class Cache:
         def __init__(self) -> None:
-            self.held: Ordered[str, torch.Tensor] = Ordered()
+            self.held: collections.OrderedDict[str, torch.Tensor] = Ordered()
 
         def get(self, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
             if key in self.held:

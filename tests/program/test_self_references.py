@@ -13,7 +13,9 @@ import torch
 import spmd
 from tests.oracle import assert_same
 
-Make, Step, Between = Callable[[str], Any], Callable[[Any, torch.Tensor], Any], Callable[[Any, int], None]
+Make = Callable[[str], Any]  # the device -> the object
+Step = Callable[[Any, torch.Tensor], Any]
+Between = Callable[[Any, int], None]
 
 
 class Owner:
@@ -170,7 +172,7 @@ def ends(make: Make, step: Step, between: Between = lambda s, k: None) -> tuple[
     for device in ("cpu", "jax"):
         s = SimpleNamespace(o=make(device))
         fn: Any = lambda x, s=s: step(s, x)  # noqa: E731
-        called = spmd.compile(fn) if device == "jax" else fn
+        called: Any = spmd.compile(fn) if device == "jax" else fn
         results: list[Any] = []
         for k in range(6):
             between(s, k)
