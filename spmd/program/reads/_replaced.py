@@ -40,6 +40,7 @@ from spmd.program.find._static import attributes_of
 from spmd.program.reads._classes import ClassPlace
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._number_place import ABSENT, Entry, NumberPlace, ObjectPlace, PartPlace, Path, is_tuple, with_part
+from spmd.program.reads._numpy_numbers import NUMBER_TYPES
 from spmd.program.reads._parts import inside_c, is_data
 from spmd.program.reads._places import PLAIN, DictPlace, Like, Place, is_same
 from spmd.program.reuse._columns import Guards
@@ -128,7 +129,7 @@ def _changes(entry: Entry, path: Path, old: Any, new: Any, places_of: PlacesOf) 
         if type(new) is type(old) and len(new) == len(old):
             for index, (before, now) in enumerate(zip(old, new, strict=True)):
                 yield from _changes(entry, (*path, index), before, now, places_of)
-    elif type(old) in (int, float):
+    elif type(old) in NUMBER_TYPES:
         if type(new) is type(old) and not is_same(new, old):
             yield NumberPlace(entry, path, type(new))
     elif isinstance(old, LikeObject):

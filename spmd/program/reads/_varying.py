@@ -1,4 +1,4 @@
-"""`Varying`: a Python number that changes from call to call, as an input of a program.
+"""`Varying`: a number of Python or numpy that changes from call to call, as an input of a program.
 
 A number that has changed when a function is traced again (a counter, a warm-up weight, an argument) is a `Varying` from then on.
 
@@ -35,7 +35,7 @@ from spmd.program.reads._number_calls import CHOICES, MAKE_TENSORS, SEARCHES, fo
 from spmd.program.reads._number_functions import gives_float, keeps_settings, may_raise
 from spmd.program.reads._number_objects import RETURNED, Choice, identical_number
 from spmd.program.reads._number_operands import loses_numbers, number_beside
-from spmd.program.reads._numpy_numbers import NUMPYS, is_number, is_of_numbers, plain, with_errors
+from spmd.program.reads._numpy_numbers import NUMPYS, OF_DTYPE, is_number, is_of_numbers, plain, with_errors
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -112,7 +112,7 @@ class Varying:
 
     Attributes:
         evaluate: computes the number from the values of this call.
-        is_numpy: whether the number is one of numpy: an item of an array, or the result of one.
+        is_numpy: whether the number is one of numpy: an argument, a variable, an item of an array, or the result of one.
         of_settings: for a number that follows from settings of optimizers alone, gives it in the form that torch takes; None for others.
         choice: for a result of `min` or `max`, which argument it is.
     """
@@ -214,7 +214,7 @@ class Varying:
             raise AttributeError(f"'{type(value).__name__}' object has no attribute '{name}'")
         if type(value) in RETURNED[operator.pos] and name in ("real", "numerator"):
             return self
-        return NumberMethod(self, name) if callable(getattr(value, name)) else getattr(self.concrete(), name)
+        return NumberMethod(self, name) if callable(getattr(value, name)) else getattr(value if name in OF_DTYPE else self.concrete(), name)
 
 
 class NumberMethod:
@@ -434,7 +434,7 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return value
 
     called = for_numbers(fn)
-    take_item = Varying.concrete if called is fn else Varying.traced
+    take_item = Varying.concrete if is_numpy or called is fn else Varying.traced
     if any(fn is make for make in MAKE_TENSORS) and any(map(_holds_numpys, args)):
         called = partial(_with_numpys_dtype, called, *args[:1])
     return lambda *given, **options: called(*map(taken, given), **{k: taken(v) for k, v in options.items()})
