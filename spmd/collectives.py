@@ -9,12 +9,13 @@ gradient of "max" and "min" is divided equally among the members that have the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -57,8 +58,8 @@ def all_reduce(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Tens
     Raises:
         SpmdError: unknown reduction, or the call is not inside a manual region over the group's axes.
     """
-    reduce = _reduction(reduce_op)
-    return _run(lambda x: reduce(x, _axes(group)), tensor)
+    reduce, axes = _reduction(reduce_op), _axes("all_reduce", group)
+    return _run("all_reduce", lambda x: reduce(x, axes), tensor)
 
 
 def all_gather(tensor: torch.Tensor, gather_dim: int, group: Group) -> torch.Tensor:
@@ -67,8 +68,8 @@ def all_gather(tensor: torch.Tensor, gather_dim: int, group: Group) -> torch.Ten
     Raises:
         SpmdError: the tensor has no such dim, or the call is not inside a manual region over the group's axes.
     """
-    dim = _dim("all_gather", gather_dim, tensor)
-    return _run(lambda x: lax.all_gather(x, _axes(group), axis=dim, tiled=True), tensor)
+    dim, axes = _dim("all_gather", gather_dim, tensor), _axes("all_gather", group)
+    return _run("all_gather", lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), tensor)
 
 
 def reduce_scatter(tensor: torch.Tensor, reduce_op: str, scatter_dim: int, group: Group) -> torch.Tensor:
@@ -85,15 +86,15 @@ def reduce_scatter(tensor: torch.Tensor, reduce_op: str, scatter_dim: int, group
         raise SpmdError(
             message(f"reduce_scatter does not support {reduce_op!r}", "known: 'sum', 'avg'", fix="use all_reduce, then take a slice")
         )
-    dim = _dim("reduce_scatter", scatter_dim, tensor)
+    dim, axes = _dim("reduce_scatter", scatter_dim, tensor), _axes("reduce_scatter", group)
 
     def scatter(x: Any) -> Any:
-        size = _size(group)
+        size = _size(axes)
         _require_divisible("reduce_scatter", tuple(x.shape), dim, size, group)
-        out = lax.psum_scatter(x, _axes(group), scatter_dimension=dim, tiled=True)
+        out = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         return out / size if reduce_op == "avg" else out
 
-    return _run(scatter, tensor)
+    return _run("reduce_scatter", scatter, tensor)
 
 
 def all_to_all(tensor: torch.Tensor, split_dim: int, concat_dim: int, group: Group) -> torch.Tensor:
@@ -103,49 +104,52 @@ def all_to_all(tensor: torch.Tensor, split_dim: int, concat_dim: int, group: Gro
         SpmdError: the tensor has no such dim, the group's size does not divide `split_dim`, or the call is not inside a manual region.
     """
     split, concat = (_dim("all_to_all", dim, tensor) for dim in (split_dim, concat_dim))
+    axes = _axes("all_to_all", group)
 
     def exchange(x: Any) -> Any:
-        _require_divisible("all_to_all", tuple(x.shape), split, _size(group), group)
-        return lax.all_to_all(x, _axes(group), split, concat, tiled=True)
+        _require_divisible("all_to_all", tuple(x.shape), split, _size(axes), group)
+        return lax.all_to_all(x, axes, split, concat, tiled=True)
 
-    return _run(exchange, tensor)
+    return _run("all_to_all", exchange, tensor)
 
 
-def permute(tensor: torch.Tensor, pairs: Sequence[tuple[int, int]], group: Group) -> torch.Tensor:
+def permute(tensor: torch.Tensor, pairs: Iterable[tuple[int, int]], group: Group) -> torch.Tensor:
     """Send this member's tensor from `source` to `target` for each pair (source, target). A member that receives nothing gets zeros.
 
     Raises:
-        SpmdError: a pair names a member that the group does not have, a member sends or receives twice, or the call is not
-            inside a manual region.
+        SpmdError: `pairs` are not pairs of ints, a pair names a member that the group does not have, a member sends or receives twice,
+            or the call is not inside a manual region.
     """
+    axes, sent = _axes("permute", group), _pairs(pairs)
 
     def send(x: Any) -> Any:
-        size = _size(group)
-        outside = [pair for pair in pairs if not all(0 <= member < size for member in pair)]
+        size = _size(axes)
+        outside = [pair for pair in sent if not all(0 <= member < size for member in pair)]
         if outside:
             what = f"permute over {group!r} has no member for {outside[0]}"
             raise SpmdError(message(what, f"the group has {size} members, 0 to {size - 1}", fix="write pairs (source, target) of these"))
-        for side, members in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
+        for side, members in zip(("sends", "receives"), zip(*sent, strict=True), strict=False):
             twice = next((member for member in members if members.count(member) > 1), None)
             if twice is not None:
                 what = f"permute over {group!r}: member {twice} {side} twice"
                 raise SpmdError(
-                    message(what, f"pairs: {list(pairs)}", fix="let each member send to at most one other and receive from at most one")
+                    message(what, f"pairs: {sent}", fix="let each member send to at most one other and receive from at most one")
                 )
-        return lax.ppermute(x, _axes(group), list(pairs))
+        return lax.ppermute(x, axes, sent)
 
-    return _run(send, tensor)
+    return _run("permute", send, tensor)
 
 
 def axis_index(group: Group) -> torch.Tensor:
     """The index of this member in the group: a 0-dim int64 tensor on the device."""
+    axes = _axes("axis_index", group)
     with exact_dtypes():
-        return wrap(_checked(lambda: lax.axis_index(_axes(group))).astype(jnp.int64))
+        return wrap(_checked(lambda: lax.axis_index(axes)).astype(jnp.int64))
 
 
 def _dim(name: str, dim: Any, tensor: torch.Tensor) -> int:
     """A dim of the tensor, counted from 0."""
-    rank = tensor.dim()
+    rank = _required(name, tensor).dim()
     if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
         what = f"{name} got {shown(dim)} as a dim of a tensor of shape {tuple(tensor.shape)}"
         fix = "pass the dim, then the group: all_gather(x, 0, 'data')"
@@ -153,9 +157,31 @@ def _dim(name: str, dim: Any, tensor: torch.Tensor) -> int:
     return dim % rank
 
 
-def _run(collective: Callable[[Any], Any], tensor: torch.Tensor) -> torch.Tensor:
+def _required(name: str, tensor: Any) -> torch.Tensor:
+    """The argument of a collective, which must be a device tensor."""
+    if isinstance(tensor, torch.Tensor) and tensor.device.type == "jax":
+        return tensor
+    what = f"a tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else shown(tensor)
+    raise SpmdError(message(f"{name} takes a shard, a tensor on device 'jax', got {what}", *called_at(), fix="call it for each tensor"))
+
+
+def _pairs(pairs: Any) -> list[tuple[int, int]]:
+    """The pairs (source, target) of `permute`."""
+    listed = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    wrong = next((p for p in listed if not (isinstance(p, tuple | list) and len(p) == 2 and all(map(_is_member, p)))), None)
+    if wrong is not None or not isinstance(pairs, Iterable):
+        what = f"permute takes pairs (source, target) of ints, got {wrong if isinstance(wrong, tuple | list) else shown(wrong)}"
+        raise SpmdError(message(what, *called_at(), fix="permute(x, [(0, 1), (1, 0)], 'data')"))
+    return [(int(source), int(target)) for source, target in listed]
+
+
+def _is_member(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _run(name: str, collective: Callable[[Any], Any], tensor: torch.Tensor) -> torch.Tensor:
     with exact_dtypes():
-        value = load(tensor)
+        value = load(_required(name, tensor))
         return wrap(_checked(lambda: collective(value)))
 
 
@@ -179,18 +205,23 @@ def _checked(collective: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _reduction(name: str) -> Callable[[Any, Any], Any]:
-    if name not in _REDUCTIONS:
+def _reduction(name: Any) -> Callable[[Any, Any], Any]:
+    if not isinstance(name, str) or name not in _REDUCTIONS:
         raise SpmdError(message(f"{name!r} is not a reduction", f"known: {', '.join(map(repr, _REDUCTIONS))}", fix="use one of these"))
     return _REDUCTIONS[name]
 
 
-def _axes(group: Group) -> str | tuple[str, ...]:
-    return group if isinstance(group, str) else tuple(group)
+def _axes(name: str, group: Any) -> str | tuple[str, ...]:
+    """The mesh axes of a group: names, each once. jax takes a number among them as a dim of the tensor."""
+    axes: tuple[Any, ...] | None = (group,) if isinstance(group, str) else tuple(group) if isinstance(group, Sequence) else None
+    if axes is not None and all(isinstance(axis, str) for axis in axes) and len(set(axes)) == len(axes):
+        return group if isinstance(group, str) else axes
+    what = f"{name} takes a mesh axis or a tuple of different ones as its group, got {shown(group) if axes is None else repr(group)}"
+    raise SpmdError(message(what, *called_at(), fix="name the axes: 'data', or ('data', 'model')"))
 
 
-def _size(group: Group) -> int:
-    return _checked(lambda: lax.axis_size(_axes(group)))
+def _size(axes: str | tuple[str, ...]) -> int:
+    return _checked(lambda: lax.axis_size(axes))
 
 
 def _require_divisible(what: str, shape: tuple[int, ...], dim: int, size: int, group: Group) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, TraceAgain, TraceError, called_at, message
+from spmd.base._errors import SpmdError, TraceAgain, TraceError, called_at, message, shown
 from spmd.base._jax import eval_jaxpr, is_tracing
 from spmd.base._jax_notes import without_jax_note
 from spmd.base._jax_varying import axes_of_outputs
@@ -50,16 +50,21 @@ def shard_map(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, 
         A differentiable function of device tensors, whose results are sharded by `out_specs`.
 
     Raises:
-        SpecError: a spec does not fit the mesh; when called: the axes of a dim do not divide it, a result has fewer dims than its
-            spec, or it varies along an axis that its spec does not name.
-        SpmdError: when called: the number of arguments or results differs from the specs, or `fn` uses a tensor that is not an
-            argument.
+        SpecError: a spec does not fit the mesh, or is none; when called: the axes of a dim do not divide it, a result has fewer dims
+            than its spec, or it varies along an axis that its spec does not name.
+        SpmdError: `fn` is no function, or `in_specs` are no tuple or list; when called: the number of arguments or results differs from
+            the specs, or `fn` uses a tensor that is not an argument.
     """
+    if not callable(fn):
+        raise SpmdError(message(f"shard_map takes a function, got {shown(fn)}", fix="spmd.shard_map(fn, mesh, in_specs, out_specs)"))
     mesh = as_mesh(mesh)
+    if not isinstance(in_specs, tuple | list):
+        what = f"in_specs must be a tuple or list of specs, one per argument, got {shown(in_specs)}"
+        raise SpmdError(message(what, fix='in_specs=(("data", None),) for one tensor of two dims'))
     inputs = tuple(ShardingSpec(mesh, spec) for spec in in_specs)
-    is_many = bool(out_specs) and all(isinstance(s, tuple | list | PartitionSpec | jax.sharding.PartitionSpec) for s in out_specs)
-    many = is_many and not isinstance(out_specs, PartitionSpec | jax.sharding.PartitionSpec) and not _is_one_spec(out_specs, mesh)
-    listed: tuple[Any, ...] = tuple(out_specs)
+    listed: tuple[Any, ...] = tuple(out_specs) if isinstance(out_specs, tuple | list) else ()
+    is_many = bool(listed) and all(isinstance(s, tuple | list | PartitionSpec | jax.sharding.PartitionSpec) for s in listed)
+    many = is_many and not _is_one_spec(listed, mesh)
     outputs = tuple(ShardingSpec(mesh, spec) for spec in listed) if many else (ShardingSpec(mesh, out_specs),)
     region = _Region(fn, mesh, inputs, outputs, check_vma)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -213,6 +214,12 @@ def test_what_has_no_meaning_per_device_is_refused(case: str, mesh_4x2: mesh.Mes
     with pytest.raises((spmd.SpmdError, mesh.SpecError)) as raised:
         spmd.shard_map(fn, mesh_4x2, in_specs, (D, None))(x)
     assert text in str(raised.value) and "fix: " in str(raised.value)
+
+
+def test_pairs_may_come_from_a_generator_and_be_integers_of_numpy(mesh_4x2: mesh.Mesh) -> None:
+    x, of_numpy = batch(8, 8), list[Any](np.arange(4))
+    moved = spmd.shard_map(lambda x: permute(x, ((i, (i + 1) % 4) for i in of_numpy), D), mesh_4x2, ((D, None),), (D, None))
+    assert_same(moved(x.to("jax")), x.roll(2, 0))
 
 
 def ring_sum(x: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,84 @@ def test_an_item_has_the_arithmetic_of_its_dtype(name: str, dtype: str) -> None:
     assert step.num_traces <= 3
 
 
+OF_NUMBERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "beside a tensor": lambda x, v: (x * v + v * x, x - v, v - x, x / v, x.add(x, alpha=v)),
+    "returned": lambda x, v: (x, v, [v + 1], v * 0.1, divmod(v, 3), abs(v)),
+    "beside others": lambda x, v: (x, v * np.float32(2), v + np.int64(1), v + 1.5, 2 - v),
+    "its class": lambda x, v: (x * v, type(v).__name__, isinstance(v, np.integer), isinstance(v, float), isinstance(v, int)),
+    "its dtype": lambda x, v: (x * v, v.dtype.name, v.shape, v.itemsize, v.astype(np.float16)),
+    "of Python": lambda x, v: (x * v.item(), type(v.item()).__name__, int(v), float(v), math.cos(v), max(v, 2)),
+    "functions of numpy": lambda x, v: (x * np.cos(v), np.sqrt(v), np.maximum(v, 3), np.clip(v, 0, 2), v.round(1)),
+    "tensors": lambda x, v: (torch.tensor(v, device=x.device), torch.tensor([v, v], device=x.device), x.half() * v, x**v),
+    "texts": lambda x, v: (x, f"{v:.2f}", str(v), repr(v)),
+    "compared": lambda x, v: x * 2 if v > 1 else x,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered.*:RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float64", "float32", "float16"])
+@pytest.mark.parametrize("name", OF_NUMBERS)
+@pytest.mark.parametrize("where", ["argument", "attribute", "tuple"])
+def test_a_number_of_numpy_that_changes_is_an_input(where: str, name: str, dtype: str) -> None:
+    def step(x: torch.Tensor, v: Any, s: Any) -> Any:
+        found = {"argument": lambda: v, "attribute": lambda: s.v, "tuple": lambda: s.pair[1]}[where]()
+        return fn(x, found)
+
+    fn, kind, states = OF_NUMBERS[name], np.dtype(dtype).type, (types.SimpleNamespace(), types.SimpleNamespace())
+    compiled = spmd.compile(lambda x, v: step(x, v, states[1]))
+    for k in range(1, 7):
+        x, v = torch.tensor([1.0, 2.0]) * k, kind(k * 1.7)
+        for s in states:
+            s.v, s.pair = v, ("a", v)
+        found, expected = compiled(x.to("jax"), v if where == "argument" else 0), step(x, v, states[0])
+        assert_same(found, expected)
+        assert _types(found) == _types(expected)
+    assert compiled.num_traces <= 2 + (name == "compared")
+
+
+@pytest.mark.parametrize(
+    "make", [np.array, np.stack, np.sum, np.mean, lambda pair: np.array([pair, pair]), lambda pair: np.asarray(pair[0])]
+)
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float64"])
+def test_an_array_of_numbers_of_numpy_has_their_dtype(dtype: str, make: Callable[[Any], Any]) -> None:
+    table, x = np.arange(1, 20).astype(dtype), torch.ones(2)
+    step = spmd.compile(lambda x, i, v: (x, make([table[i], table[i] * 2]), make([v, v])))
+    for i in range(5):
+        v = table.dtype.type(i)
+        _, *found = step(x.to("jax"), i, v)
+        for got, want in zip(found, (make([table[i], table[i] * 2]), make([v, v])), strict=True):
+            assert got.dtype == want.dtype and np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64, np.uint8])
+def test_a_step_updates_a_number_of_numpy(kind: Any) -> None:
+    def step(x: torch.Tensor, s: Any) -> Any:
+        s.v = s.v * kind(3)
+        s.by_name["total"] += s.v
+        return x * s.v, s.by_name["total"]
+
+    ends: list[Any] = []
+    for device in ("cpu", "jax"):
+        s = types.SimpleNamespace(v=kind(1), by_name={"total": kind(0)})
+        fn: Any = lambda x, s=s: step(x, s)  # noqa: E731
+        called: Any = spmd.compile(fn) if device == "jax" else fn
+        with np.errstate(over="ignore"):
+            ends.append([(called(torch.ones(2, device=device)), s.v, s.by_name["total"]) for _ in range(6)])
+        assert device == "cpu" or called.num_traces <= 3
+    assert_same(ends[1], ends[0])
+    assert [_types(one)[1:] for one in ends[1]] == [[kind, kind]] * 6
+
+
+def test_another_type_of_number_is_traced_on_its_own() -> None:
+    step, x = spmd.compile(lambda x, v: (x * v, v)), torch.ones(2)
+    kinds: list[Any] = [float, np.float64, np.float32, int, np.int64]
+    for k in range(1, 5):
+        for kind in kinds:
+            found = step(x.to("jax"), kind(k))
+            assert_same(found, (x * kind(k), kind(k)))
+    assert step.num_traces == 2 * len(kinds)
+
+
 def _types(value: Any) -> Any:
     return list(map(_types, value)) if isinstance(value, (list, tuple)) else type(value)
 

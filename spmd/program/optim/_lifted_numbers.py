@@ -137,7 +137,7 @@ class LiftedNumbers:
 
     def argument(self, index: int) -> Varying:
         """The placeholder of the number argument `index` in a trace."""
-        return Varying(self._used, lambda: self._arguments[index])
+        return Varying(self._used, lambda: self._arguments[index], isinstance(self._arguments[index], np.generic))
 
     def known(self, evaluate: Callable[[], Any]) -> Varying:
         """A number that each call computes from inputs whose values the host knows."""
@@ -210,7 +210,7 @@ class LiftedNumbers:
         self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
         kept_varying = [(place.entry, place.entry.look()) for place in self.varying]
         for place in self.varying:
-            number = Varying(self._used, _Today(place.read, place.read(), self._used))
+            number = Varying(self._used, _Today(place.read, place.read(), self._used), issubclass(place.kind, np.generic))
             if place.entry.key is LENGTH:
                 self.lengths[place.slot[0]] = number
             else:

@@ -40,6 +40,7 @@ from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._noted_sizes import is_noted
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace, ObjectPlace, PartPlace, with_inputs
+from spmd.program.reads._numpy_numbers import NUMBER_TYPES
 from spmd.program.reads._parts import is_data, objects_in
 from spmd.program.reads._pending import Pending
 from spmd.program.reads._places import PLAIN, Place, content_of, items_of, shown
@@ -57,6 +58,7 @@ __all__ = [
     "COLLECTING",
     "INPUT",
     "LENGTH",
+    "NUMBER_TYPES",
     "ONLY_HERE",
     "PLAIN",
     "SPECIAL",

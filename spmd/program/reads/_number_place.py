@@ -1,4 +1,4 @@
-"""`NumberPlace`: a place that holds a Python number, alone or in tuples. A number that changes can become an input of the program.
+"""`NumberPlace`: a place that holds a number of Python or numpy, alone or in tuples. One that changes can become an input of the program.
 
 `ObjectPlace` is a place that holds another object from call to call. See Note [Replaced objects].
 """
@@ -72,7 +72,7 @@ class PartPlace:
 
 
 class NumberPlace(PartPlace):
-    """A place that holds an int or a float."""
+    """A place that holds an int, a float or a number of numpy."""
 
     @property
     def slot(self) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""Numbers of numpy: items of arrays, and what numpy computes of them and of Python numbers.
+"""Numbers of numpy: arguments, variables, items of arrays, and what numpy computes of them and of Python numbers.
 
 They are as exact as numpy has them: an int32 wraps around, a float32 is rounded, and a division by 0 is infinite.
 """
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 NUMPYS = (np.integer, np.floating)
+NUMBER_TYPES: frozenset[type] = frozenset({int, float, *(np.dtype(code).type for code in "bBhHiIlLqQefd")})  # those that may be inputs
+OF_DTYPE = frozenset({"dtype", "itemsize", "nbytes", "ndim", "shape", "size", "strides"})  # attributes that are equal for all of a type
 
 
 def is_number(value: Any) -> bool:
@@ -39,4 +41,4 @@ def with_errors(errors: Any, evaluate: Callable[[], Any]) -> Any:
         return evaluate()
 
 
-__all__ = ["NUMPYS", "is_elementwise", "is_number", "is_of_numbers", "plain", "with_errors"]
+__all__ = ["NUMBER_TYPES", "NUMPYS", "OF_DTYPE", "is_elementwise", "is_number", "is_of_numbers", "plain", "with_errors"]

@@ -285,8 +285,8 @@ class Recording(PlacesWritten):
         """Note that an object is changed in a way that no call can repeat for one from before the trace."""
         self.advanced.setdefault(id(value), (value, how))
 
-    def read_content(self, value: Any) -> None:
-        """Record the whole content of a container, but not the content of its items."""
+    def read_content(self, value: Any, asks_identity: bool = True) -> None:
+        """Record the whole content of a container, but not the content of its items. `asks_identity`: see `read_deep`."""
         cls = type(value)
         if cls in PROXIES or cls in VIEWS:
             value = referent(value) if cls in PROXIES else self.viewed_dict(value)
@@ -323,7 +323,7 @@ class Recording(PlacesWritten):
             read_members(self, value)
             if not self._content(value) and not is_recorded(cls.__module__):
                 for part in _parts.parts_of(value, self):  # a container of a library's class
-                    self.read_deep(part)
+                    self.read_deep(part, asks_identity=asks_identity)
 
     def read_deep(self, value: Any, depth: int = 0, asks_identity: bool = True) -> None:
         """Record all mutable objects that are reachable from a value as read, and containers as possibly written.
@@ -346,7 +346,7 @@ class Recording(PlacesWritten):
             self.generators.setdefault(id(value), (value, state_of(value)))
             return
         if id(value) not in self._ignored:
-            self.read_content(value)
+            self.read_content(value, asks_identity)
             if isinstance(value, (*CONTAINERS, *CDATA, SIGNALS)) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):
                 self.journal.content(value, self._title(value))
         of_class = self.read_classes(value if isinstance(value, type) else type(value))

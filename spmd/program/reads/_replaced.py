@@ -18,6 +18,9 @@ Note [Replaced objects]
     - It was also found in a place that is guarded by identity, or inside an object of C code.
     - Its class is not plain (`is_data`): a module, an optimizer, a set, a class with methods or attributes that are not recorded.
 
+    An object may refer back to one that has it (a child to its parent). It is named by the first place that leads to it, and the walks
+    here look into each object once (`_once`).
+
     A write to such an object is repeated on the object that a call finds (`Effect.held`). Which of these places hold the same object is
     guarded too (`Replacements.guard`). So reads and writes of one object through two names stay right, and a call never finds an object
     here that the function writes to elsewhere. Results refer to the object that a call finds.
@@ -37,6 +40,7 @@ from spmd.program.find._static import attributes_of
 from spmd.program.reads._classes import ClassPlace
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._number_place import ABSENT, Entry, NumberPlace, ObjectPlace, PartPlace, Path, is_tuple, with_part
+from spmd.program.reads._numpy_numbers import NUMBER_TYPES
 from spmd.program.reads._parts import inside_c, is_data
 from spmd.program.reads._places import PLAIN, DictPlace, Like, Place, is_same
 from spmd.program.reuse._columns import Guards
@@ -102,7 +106,20 @@ def changes(places: Iterable[Place]) -> Iterator[PartPlace]:
         by_owner.setdefault(id(_owner_of(place)), []).append(place)
     for place in places:
         for key, old in place.entries_read():
-            yield from _changes(place.entry(key), (), old, place.get(place.holder, key), lambda value: by_owner.get(id(value), []))
+            places_of = _once(lambda value: by_owner.get(id(value), []))
+            yield from _changes(place.entry(key), (), old, place.get(place.holder, key), places_of)
+
+
+def _once(places_of: PlacesOf) -> PlacesOf:
+    """`places_of` for one walk: nothing for an object that it has met, because objects may refer to each other."""
+    met: set[int] = set()
+
+    def places(value: Any) -> Sequence[Place]:
+        is_met = id(value) in met
+        met.add(id(value))
+        return () if is_met else places_of(value)
+
+    return places
 
 
 def _changes(entry: Entry, path: Path, old: Any, new: Any, places_of: PlacesOf) -> Iterator[PartPlace]:
@@ -112,7 +129,7 @@ def _changes(entry: Entry, path: Path, old: Any, new: Any, places_of: PlacesOf) 
         if type(new) is type(old) and len(new) == len(old):
             for index, (before, now) in enumerate(zip(old, new, strict=True)):
                 yield from _changes(entry, (*path, index), before, now, places_of)
-    elif type(old) in (int, float):
+    elif type(old) in NUMBER_TYPES:
         if type(new) is type(old) and not is_same(new, old):
             yield NumberPlace(entry, path, type(new))
     elif isinstance(old, LikeObject):
@@ -156,6 +173,7 @@ def _left_by(effect: Effect, key: Any) -> Any:
 
 def _replaced_by(value: Any, entry: Entry, old: Any, places_of: PlacesOf) -> Iterator[ObjectPlace]:
     """The places in an entry where `value`, which the trace leaves there, has another object or tensor than `old`, which it found."""
+    places_of = _once(places_of)
 
     def walk(entry: Entry, path: Path, old: Any, new: Any) -> Iterator[ObjectPlace]:
         if new is old or isinstance(old, PLAIN):
@@ -246,7 +264,9 @@ class Replacements:
         num = -1
         while num != len(found):  # an object inside another is named by the place of the outer one, which may be found after it
             num = len(found)
-            owners = {id(part.read()): part for part in found.values()}
+            owners: dict[int, ObjectPlace] = {}  # each object by its first place: one that refers back to it has other names without end
+            for part in found.values():
+                owners.setdefault(id(part.read()), part)
             for effect, place in left:
                 owner = owners.get(id(_owner_of(place)))
                 for key, old in place.entries_read():
@@ -254,8 +274,8 @@ class Replacements:
                     for part in _replaced_by(_left_by(effect, key), entry, old, self.places_of):
                         if id(part.read()) not in fixed:
                             found.setdefault(part.token, part)
-        owners = {id(part.read()) for part in found.values()}
-        inner = [part for part in found.values() if part.entry.within is not None or id(self.owner_of(part.entry.holder())) not in owners]
+        ids = {id(part.read()) for part in found.values()}
+        inner = [part for part in found.values() if part.entry.within is not None or id(self.owner_of(part.entry.holder())) not in ids]
         return {part.token: part for part in sorted(inner, key=_depth)}
 
     def _drop_fixed(self) -> set[int]:
@@ -337,14 +357,14 @@ class Replacements:
     def expect(self) -> list[Place]:
         """After the places are settled: expect objects like those that were found. Returns the places that are still guarded themselves."""
         inside: set[int] = set()
-        for part in reversed(self._found.values()):  # the inner before the outer, which has the reads of the inner
-            value, place = part.read(), self._place(part)
-            if place is None:  # only numbers were read of it, all inputs
-                continue
+        found = [(part.read(), part, place) for part in self._found.values() if (place := self._place(part)) is not None]  # without inputs
+        first = {id(value): part for value, part, _ in reversed(found)}
+        for value, part, place in reversed(found):  # the inner before the outer, which has the reads of the inner
             if is_device_tensor(value):
                 like = Like(value)
             else:
-                its = self.places_of(value)
+                # an object in several places is compared in the first; the others must hold the same one (see `guard`)
+                its = self.places_of(value) if first[id(value)] is part else []
                 inside.update(map(id, its))
                 like = LikeObject(value, [each for each in its if type(each) is not ClassPlace], place.name_of(part.entry.key))
             expected = next(old for key, old in place.entries_read() if _is_key(key, part.entry.key))

@@ -1,4 +1,4 @@
-"""`Varying`: a Python number that changes from call to call, as an input of a program.
+"""`Varying`: a number of Python or numpy that changes from call to call, as an input of a program.
 
 A number that has changed when a function is traced again (a counter, a warm-up weight, an argument) is a `Varying` from then on.
 
@@ -33,7 +33,7 @@ from spmd.program.reads._number_calls import CHOICES, for_numbers
 from spmd.program.reads._number_functions import gives_float, keeps_settings, may_raise
 from spmd.program.reads._number_objects import RETURNED, Choice
 from spmd.program.reads._number_operands import loses_numbers, number_beside
-from spmd.program.reads._numpy_numbers import NUMPYS, is_number, plain, with_errors
+from spmd.program.reads._numpy_numbers import NUMPYS, OF_DTYPE, is_number, plain, with_errors
 
 if TYPE_CHECKING:
     from spmd.program.trace._trace_settings import TraceSettings
@@ -110,7 +110,7 @@ class Varying:
 
     Attributes:
         evaluate: computes the number from the values of this call.
-        is_numpy: whether the number is one of numpy: an item of an array, or the result of one.
+        is_numpy: whether the number is one of numpy: an argument, a variable, an item of an array, or the result of one.
         of_settings: for a number that follows from settings of optimizers alone, gives it in the form that torch takes; None for others.
         choice: for a result of `min` or `max`, which argument it is.
     """
@@ -212,7 +212,7 @@ class Varying:
             raise AttributeError(f"'{type(value).__name__}' object has no attribute '{name}'")
         if type(value) in RETURNED[operator.pos] and name in ("real", "numerator"):
             return self
-        return NumberMethod(self, name) if callable(getattr(value, name)) else getattr(self.concrete(), name)
+        return NumberMethod(self, name) if callable(getattr(value, name)) else getattr(value if name in OF_DTYPE else self.concrete(), name)
 
 
 class NumberMethod:

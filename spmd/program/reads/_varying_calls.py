@@ -68,7 +68,7 @@ def substitute(fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     is_of_program = is_torch or is_on_tensor or (fn in CHOICES and any(map(is_lifted, args)))
     called = for_numbers(fn)
     take: _Form = Varying.traced if is_of_program else Varying.concrete
-    take_item: _Form = Varying.concrete if called is fn else Varying.traced
+    take_item: _Form = Varying.concrete if is_numpy or called is fn else Varying.traced
     form = partial(_in_form, take, take_item, is_torch or is_numpy)
     forms = [form, partial(_in_form, _plain_if_int, _plain_if_int, True), partial(_in_form, Varying.concrete, Varying.concrete, True)]
     if any(fn is make for make in MAKE_TENSORS) and any(map(_holds_numpys, args)):

@@ -25,7 +25,7 @@ from spmd.base._torch import (
 from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import contents_of, flatten, is_object, unflatten
-from spmd.program.reads import PLAIN
+from spmd.program.reads import NUMBER_TYPES, PLAIN
 from spmd.program.trace._arguments import containers_among, own_storage, with_shared
 from spmd.program.trace._gradients import gradient_kind
 
@@ -103,7 +103,7 @@ def signature(
     sharing: list[list[torch.Tensor]] = []  # by position of a buffer, the different tensors on it
     for index, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
-            if is_input := index in inputs and type(value) in (int, float):
+            if is_input := index in inputs and type(value) in NUMBER_TYPES:
                 numbers[index] = value
             key.append((type(value), VARIES) if is_input else _static(value))
             continue
@@ -186,7 +186,7 @@ def changed_positions(old: Any, new: Any) -> set[int]:
         return set()
     found = {i for i, (a, b) in enumerate(zip(old[first:], new[first:], strict=True)) if a != b}
     pairs = [(old[first + i], new[first + i]) for i in found]
-    are_numbers = all(len(a) == len(b) == 2 and a[0] is b[0] and a[0] in (int, float) for a, b in pairs)
+    are_numbers = all(len(a) == len(b) == 2 and a[0] is b[0] and a[0] in NUMBER_TYPES for a, b in pairs)
     return found if are_numbers else set()
 
 

@@ -4,6 +4,7 @@ every call writes to the caller's object."""
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,16 +70,22 @@ class ArgumentContainers:
         return found
 
     def effects(self) -> list[Effect]:
-        """The writes of the trace to these containers."""
+        """The writes of the trace to these containers.
+
+        Raises:
+            TraceError: it has set an attribute of one.
+        """
         found: list[Effect] = []
         for path, container, before in self._found:
+            _require_same_attributes(container, self.originals[id(container)])
             now = _content(container)
             if now.keys() != before.keys() and not isinstance(container, dict):
                 found.append(Effect(path, ABSENT, "an argument", before, list(container), _put_whole, is_content=True))
                 continue
-            for key in [*before, *(k for k in now if k not in before)]:
-                if now.get(key, ABSENT) is not before.get(key, ABSENT):
-                    found.append(Effect(path, key, f"an argument[{key!r}]", before.get(key, ABSENT), now.get(key, ABSENT), _put))
+            staying = set(_staying(before, now)) if isinstance(container, dict) else now
+            changed = [key for key, value in now.items() if key not in staying or value is not before[key]]
+            for key, value in (*((k, ABSENT) for k in before if k not in staying), *((k, now[k]) for k in changed)):
+                found.append(Effect(path, key, f"an argument[{key!r}]", before.get(key, ABSENT), value, _put))
         return found
 
     def require_one_way(self, reads: Recording, effects: Sequence[Effect]) -> None:
@@ -139,6 +146,29 @@ _put_whole = _put
 
 def _content(container: Any) -> dict[Any, Any]:
     return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+
+
+def _staying(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:
+    """The first keys of `now` that are keys of `before` in the same order. The others are removed, and put last in the order of `now`."""
+    remaining = iter(before)
+    return itertools.takewhile(lambda key: any(key is other for other in remaining), now)
+
+
+def _require_same_attributes(copy: Any, original: Any) -> None:
+    """Raise TraceError if the trace has set an attribute of an argument that is an OrderedDict or a defaultdict."""
+    name = None
+    if type(copy) is collections.OrderedDict:  # the copy starts without attributes
+        name = next(iter(attributes_of(copy) or ()), None)
+    elif type(copy) is collections.defaultdict and copy.default_factory is not original.default_factory:
+        name = "default_factory"
+    if name is not None:
+        raise TraceError(
+            message(
+                f"the function sets the attribute '{name}' of {type(copy).__name__} among its arguments",
+                "a trace copies such an argument, and a call repeats only the writes to its entries",
+                fix="set it outside of the function, or pass an object that has the container as an attribute",
+            )
+        )
 
 
 def _walk(value: Any, path: Path, apart: frozenset[int]) -> Iterator[tuple[Path, Any]]:
