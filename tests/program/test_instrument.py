@@ -27,7 +27,7 @@ REPLACING: dict[str, Callable[..., Any]] = {
     "call": lambda fn, *rest: fn,
     "call_ex": lambda fn, *rest: fn,
     "match_class": lambda value, *rest: value,
-    "as_key": lambda key: key,
+    **dict.fromkeys(("as_key", "as_hash", "invert"), lambda value: value),
     "formatted": f_string_of,
     "joined": lambda *parts: "".join(parts),
     "contains": lambda item, holder: item,

@@ -21,6 +21,7 @@ from spmd.program.reads._composed_functions import power_operand
 from spmd.program.reads._journal import Writes
 from spmd.program.reads._number_calls import identity_operand, known, require_known_name
 from spmd.program.reads._number_objects import identical_number
+from spmd.program.reads._number_operands import integer_operand
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._pending import Pending, has_items, item_of
 from spmd.program.reads._pending_texts import f_string, formatted, joined
@@ -282,12 +283,10 @@ HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "delete_attr", "mutate", "iterate", "made_with_keys")},
     **{name: _item_hook(name) for name in ("store_item", "delete_item")},
     "load_item": _load_item,
-    **{
-        name: _replacing_hook(name)
-        for name in ("call", "call_ex", "as_key", "as_hash", "invert", "contains", "compare", "operate_in_place")
-    },
+    **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "as_hash", "contains", "compare", "operate_in_place")},
     "operate": _operate,
     "power": _power,
+    "invert": lambda value: integer_operand(value, 0),  # outside of a trace no value is a number of a program
     "match_class": _match_class,
     "load_attr": _load_attr,
     "special_method": _special_method,

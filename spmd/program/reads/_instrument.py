@@ -241,7 +241,7 @@ class Instrumenter:
             operation = "power" if arg is BinaryOp.POWER else "operate"
             yield from self._operation("operate_in_place" if is_in_place else "compare" if op == "COMPARE_OP" else operation, at)
         elif op == "UNARY_INVERT":
-            yield from self._replaced("invert", 1, at)
+            yield from (*self._observe("read_content", copies(1), at), *self._replaced("invert", 1, at))
         elif op in TO_BOOL:
             yield from self._observe("test", copies(1), at)
         elif op in _READS_CONTENT:

@@ -256,14 +256,7 @@ class Recording(PlacesWritten):
     def operate_in_place(self, left: Any, right: Any) -> Any:
         """Before `left += right` and the like. Returns the left operand to use instead."""
         note_in_place(self, left, right)
-        if isinstance(left, list):
-            return left
-        return in_place_operand(integer_operand(self._operands(left, right), right), right, self.copies)
-
-    def invert(self, value: Any) -> Any:
-        """Before `~value`. Returns the operand to use instead."""
-        self.read_content(value)
-        return integer_operand(value, 0)
+        return left if isinstance(left, list) else in_place_operand(integer_operand(self._operands(left, right), right), right, self.copies)
 
     def iterate(self, value: Any) -> None:
         value = resolved(value)

@@ -225,7 +225,6 @@ class Trace:
                 self._require_no_other_settings(recorder, reads)
                 require_unchanged(zip(self.arguments.copies, self.arguments.hosts, strict=True))
                 effects, elements = [*containers.of_tensors(run_in(reads.effects)), *containers.effects()], self.numbers.elements()
-                self.numbers.require_tensors_kept(effects)
                 optim.note(recorder.newborn.__contains__)
                 self.torch_state.memory.write_back()
             left = self.left = self._left(result, effects)
@@ -344,6 +343,7 @@ class Trace:
 
     def _left(self, result: Any, effects: list[Effect]) -> FunctionLeft:
         """The function's results and written values, taken apart and classified."""
+        self.numbers.require_tensors_kept(effects)
         arguments, recorder = self.arguments, self.recorder
         flat, nodes, refs = self._flattened_results(result, effects)
         for value in flat:
