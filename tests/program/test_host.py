@@ -238,6 +238,20 @@ def test_random_numbers_of_the_host_are_refused_and_put_back(name: str) -> None:
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
+GENERATORS: dict[str, tuple[Any, Any, str]] = {
+    "torch, from the step": (None, lambda _: torch.Generator().manual_seed(3).initial_seed(), "a Generator was seeded or drawn from"),
+    "torch": (torch.Generator(), lambda g: torch.rand(2, generator=g), "a Generator was seeded or drawn from"),
+    "numpy": (np.random.default_rng(0), lambda g: g.random(), "a Generator from before the call was seeded or drawn from"),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_of_the_host_is_refused_in_words_that_are_true(name: str) -> None:
+    generator, use, text = GENERATORS[name]
+    with pytest.raises(spmd.TraceError, match=f"{text}: random numbers of the host"):
+        spmd.compile(lambda x: (use(generator), x)[1])(torch.ones(2).to("jax"))
+
+
 def test_the_seed_cannot_be_set_inside() -> None:
     with pytest.raises(spmd.TraceError, match="sets the random seed"):
         spmd.compile(lambda x: (torch.manual_seed(1), x)[1])(torch.ones(1).to("jax"))

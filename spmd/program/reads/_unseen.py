@@ -30,8 +30,10 @@ def refuse_unseen(recording: Recording) -> None:
             kind = "an iterator" if isinstance(used, collections.abc.Iterator) else "an object"
             raise refused(f"{kind} from before the call ({type(used).__name__}) was {how}")
     for generator, state in recording.generators.values():
-        if (recording.is_before(generator) or not gc.is_tracked(generator)) and state_of(generator) != state:
-            raise refused(f"a {type(generator).__name__} from before the call was drawn from: random numbers of the host")
+        is_before, is_known = recording.is_before(generator), gc.is_tracked(generator)  # one that is not tracked may be from the trace
+        if (is_before or not is_known) and state_of(generator) != state:
+            whose = " from before the call" if is_before and is_known else ""
+            raise refused(f"a {type(generator).__name__}{whose} was seeded or drawn from: random numbers of the host")
     for place in recording.places.values():
         if isinstance(place, ContentPlace) and recording.is_before(place.holder):
             _refuse_unseen_write(recording, place)
