@@ -61,7 +61,8 @@ def restore(
     Args:
         path: the folder that was passed to `save`.
         state: a state like the one passed to `save`, on the same or another mesh and number of processes. Saved entries that are
-            missing in it are not read. None returns everything, as CPU tensors and plain values, for inspection.
+            missing in it are not read; None in it takes any saved value. None returns everything, as CPU tensors and plain values,
+            for inspection.
         step: restore this step only, and raise an error if it is damaged.
         cast: convert arrays to the dtypes of `state`; by default a different dtype is an error.
         random: restore the random streams too. Has no effect if `state` is None.
