@@ -74,8 +74,8 @@ def restore(
     Warns:
         UserWarning: newer steps were skipped.
     """
-    _require_arguments(path, step, {"cast": cast, "random": random})
-    root = Path(os.path.abspath(path))
+    _require_arguments(step, {"cast": cast, "random": random})
+    root = Path(os.path.abspath(_files.folder_of(path, "restore", "spmd.checkpoint.restore(path, state)")))
     _save.join(root)
     gang = current_gang() if gang is None else gang
     with mesh.extended_timeout("restoring"):
@@ -85,10 +85,7 @@ def restore(
     return restored
 
 
-def _require_arguments(path: object, step: object, flags: dict[str, object]) -> None:
-    call = "spmd.checkpoint.restore(path, state)"
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(message(f"restore takes the path of a folder first, got {shown(path)}", *called_at(), fix=call))
+def _require_arguments(step: object, flags: dict[str, object]) -> None:
     if step is not None and (isinstance(step, bool | torch.Tensor) or not hasattr(type(step), "__index__")):
         number = step if isinstance(step, str) and step.isdecimal() else "10"
         fix = f"spmd.checkpoint.restore(path, state, step={int(number)})"
@@ -171,7 +168,8 @@ def _warn(skipped: list[str], step: int) -> None:
 
 def has_step(path: str | os.PathLike[str]) -> bool:
     """Whether `path` contains a committed step. If so, a program should restore it, and treat an error of `restore` as fatal."""
-    return bool(_inventory.committed(Path(os.path.abspath(path))))
+    root = _files.folder_of(path, "has_step", "spmd.checkpoint.has_step(path)")
+    return bool(_inventory.committed(Path(os.path.abspath(root))))
 
 
 __all__ = ["Restored", "has_step", "restore"]
