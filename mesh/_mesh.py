@@ -14,7 +14,7 @@ import functools
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -323,6 +323,8 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
         return tuple(str(axis) for axis in range(len(shape)))
     if isinstance(axis_names, str):
         raise MeshError(message(f"axis_names={axis_names!r} is one string", fix=f"axis_names=({axis_names!r},)"))
+    if not isinstance(axis_names, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+        raise MeshError(message(f"axis_names={axis_names!r} are no names", fix="pass one name per size"))
     names = tuple(axis_names)
     if len(names) != len(shape):
         raise MeshError(
@@ -348,6 +350,9 @@ def _checked_ids(
         raise MeshError(
             message(f"{title} needs {size} device ids, got the number {device_ids}", fix=f"pass {size} ids, e.g. range({size})")
         )
+    if not isinstance(device_ids, np.ndarray | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+        what = f"{title} needs {size} device ids, got {device_ids!r}"
+        raise MeshError(message(what, fix=f"pass {size} ids, e.g. range({size})"))
     count = device_ids.size if isinstance(device_ids, np.ndarray) else len(device_ids)
     if count != size:
         raise MeshError(message(f"{title} needs {size} device ids, got {count}", fix=f"pass {size} ids, e.g. range({size})"))

@@ -57,7 +57,7 @@ class ShardingSpec:
         minibatch: for input batches: each host provides only its own part of the batch. Not compared by `==`.
 
     Raises:
-        SpecError: the spec does not fit the mesh.
+        SpecError: the spec does not fit the mesh, or `mesh` is none.
     """
 
     mesh: Mesh
@@ -65,6 +65,11 @@ class ShardingSpec:
     minibatch: bool = field(default=False, compare=False, repr=False)
 
     def __init__(self, mesh: Mesh, partition_spec: SpecLike, minibatch: bool = False) -> None:
+        if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+            fix = (
+                "mesh.Mesh.from_jax(jax_mesh)" if isinstance(mesh, jax.sharding.Mesh) else 'mesh.Mesh(range(8), (4, 2), ("data", "model"))'
+            )
+            raise SpecError(message(f"a ShardingSpec needs a mesh.Mesh, got {mesh!r}", fix=fix))
         object.__setattr__(self, "minibatch", minibatch)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "partition_spec", as_spec(partition_spec).resolved(mesh.axis_names))

@@ -30,6 +30,7 @@ from mesh import Mesh, PartitionSpec, ShardingSpec, as_spec
 from spmd._padded_batches import Padding
 from spmd.base._convert import exact_dtypes, host_array
 from spmd.base._errors import SpmdError, called_at, message, shown
+from spmd.base._wrong_arguments import require_iterable, wrong_argument
 from spmd.checkpoint._coordination import Gang, current_gang
 from spmd.checkpoint._rng_state import host_streams, set_host_streams
 from spmd.device._storage import buffer_of, wrap, wrap_host
@@ -77,9 +78,10 @@ def shard_loader(
     Raises:
         SpmdError: `loader` is not iterable, or an option is invalid. While iterating: batches do not fit the spec, `pad_to` or each other.
     """
-    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")) or isinstance(loader, type):
-        what = f"shard_loader takes an iterable of batches, got {shown(loader)}"
-        raise SpmdError(message(what, *called_at(), fix='spmd.shard_loader(DataLoader(dataset, 64), mesh, ("data", None))'))
+    require_iterable(loader, "shard_loader", 'spmd.shard_loader(DataLoader(dataset, 64), mesh, ("data", None))')
+    if type(prefetch) is not int or not isinstance(check, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+        what = f"shard_loader(prefetch={shown(prefetch)}, check={shown(check)}) has an option of a wrong type"
+        raise wrong_argument(what, "prefetch is a number of batches, check is True or False")
     if ragged not in ("error", "drop", "pad") or feeds not in ("slice", "batch") or prefetch < 0:
         what = f"shard_loader(ragged={ragged!r}, feeds={feeds!r}, prefetch={prefetch}) has an invalid option"
         raise SpmdError(message(what, fix='ragged is "error", "drop" or "pad", feeds is "slice" or "batch", prefetch is 0 or more'))

@@ -24,6 +24,7 @@ from mesh import Mesh, PartitionSpec, ShardingSpec, entry_axes, split_largest_di
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._torch import current_graph_task_id, pytree, top_saved_tensors_default_hooks
+from spmd.base._wrong_arguments import require_module
 from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._fence import fenced, is_fencing
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
@@ -112,16 +113,6 @@ def fully_shard(
     module.register_forward_pre_hook(unit.enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(unit.leave, always_call=True)
     return module
-
-
-def require_module(value: object, taker: str, fix: str) -> None:
-    """Refuse anything but a module.
-
-    Raises:
-        SpmdError: `value` is not a module.
-    """
-    if not isinstance(value, nn.Module):
-        raise SpmdError(message(f"{taker} takes a module, got {shown(value)}", *called_at(), fix=fix))
 
 
 def require_no_unit(modules: Iterable[nn.Module]) -> None:
@@ -454,4 +445,4 @@ def _without(sharding: ShardingSpec, axes: tuple[str, ...]) -> ShardingSpec:
     return ShardingSpec(sharding.mesh, without_axes(sharding.partition_spec, axes))
 
 
-__all__ = ["MixedPrecision", "dissolve", "fully_shard", "is_outermost", "require_module", "require_no_unit", "unit_of"]
+__all__ = ["MixedPrecision", "dissolve", "fully_shard", "is_outermost", "require_no_unit", "unit_of"]

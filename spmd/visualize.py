@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from mesh import Mesh, Placement, RulesReport, ShardingSpec
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message, shown
+from spmd.base._wrong_arguments import wrong_argument
 from spmd.device._layout import annotation_of
 from spmd.draw._picture import Picture
 from spmd.draw._tiling import Tiling
@@ -65,6 +66,9 @@ def visualize_sharding(sharding: str, num_devices: int | None = None) -> Picture
     Raises:
         SpmdError: the string is not a sharding.
     """
+    if not isinstance(sharding, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+        what = f"visualize_sharding takes the text of a sharding, got {shown(sharding)}"
+        raise wrong_argument(what, 'spmd.visualize_sharding("{devices=[2,2]0,1,2,3}"), or of a tensor: spmd.visualize(x)')
     tiling = Tiling.of_string(sharding, num_devices)
     return Picture(tiling, f"{math.prod(tiling.tiles)} tiles, each on {tiling.copies} device{'s' * (tiling.copies > 1)}")
 

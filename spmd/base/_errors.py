@@ -23,6 +23,7 @@
     |   +-- CheckpointError (RuntimeError)             a checkpoint could not be written, is damaged, or does not match
     |   +-- NotPickled (PicklingError)                 a compiled function that another process cannot import
     |   +-- NoProgramFile (FileNotFoundError)          a file of compiled programs does not exist
+    |   +-- ArgumentTypeError (TypeError)              an argument of a function is of a wrong type
     |   +-- UsageError                                 an invalid command line; reported in one line
     |   +-- GroupError (RuntimeError)                  a process group that does not exist in a single-process program
     |   +-- RecipeError (ValueError)                   a recipe is invalid
@@ -141,6 +142,10 @@ class DeviceSlotError(SpmdError, RuntimeError):
 
 class CheckpointError(SpmdError, RuntimeError):
     """A checkpoint could not be written, is damaged, or does not match the state to restore."""
+
+
+class ArgumentTypeError(SpmdError, TypeError):
+    """An argument of a function is of a wrong type."""
 
 
 class UsageError(SpmdError):

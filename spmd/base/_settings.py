@@ -88,7 +88,7 @@ def _require_cache(folder: object, limit: object) -> None:
         raise SpmdError(
             message("cache_max_bytes must be a number of bytes", f"got {limit!r}", fix="spmd.configure(cache_max_bytes=4 << 30)")
         )
-    if folder is not None and folder is not False and not isinstance(folder, (str, os.PathLike)):
+    if (folder is not None and folder is not False and not isinstance(folder, (str, os.PathLike))) or folder == "":
         raise SpmdError(message("cache_dir must be a folder or False", f"got {folder!r}", fix="spmd.configure(cache_dir=False)"))
 
 
@@ -98,7 +98,7 @@ def _set_cache(cache_dir: str | os.PathLike[str] | Literal[False] | None, max_by
         keep_no_programs()
         in_force.cache_dir = False
     elif cache_dir is not None or in_force.cache_dir:
-        folder = Path(cache_dir or str(in_force.cache_dir)).expanduser()
+        folder = Path(str(in_force.cache_dir) if cache_dir is None else cache_dir).expanduser()
         keep_programs(folder, max_bytes or in_force.cache_max_bytes)
         in_force.cache_dir = folder
     if max_bytes is not None:

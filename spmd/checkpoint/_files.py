@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd.base._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, called_at, message, shown
 from spmd.checkpoint import _direct
 
 _STEP = re.compile(r"step_(\d{8,18})(?:\.([1-9]\d{0,5}))?")
@@ -42,6 +42,22 @@ class StepName(NamedTuple):
     def folder(self) -> str:
         """Name of the step's folder."""
         return f"step_{self.step:08d}" + (f".{self.attempt}" if self.attempt else "")
+
+
+def folder_of(path: object, taker: str, call: str) -> Path:
+    """`path`, the path of a folder that the user passed.
+
+    Args:
+        path: text or a path; an empty text is none, though `os.path` takes it for the current folder.
+        taker: name of the function, for the error.
+        call: a call of it as code, for the error.
+
+    Raises:
+        CheckpointError: it is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or path == "":
+        raise CheckpointError(message(f"{taker} takes the path of a folder first, got {shown(path)}", *called_at(), fix=call))
+    return Path(path)
 
 
 def parse_name(name: str) -> StepName | None:
@@ -234,6 +250,7 @@ __all__ = [
     "Store",
     "commit",
     "failed",
+    "folder_of",
     "is_real_folder",
     "make_folder",
     "parse_name",

@@ -80,7 +80,7 @@ def steps(path: str | os.PathLike[str]) -> list[Step]:
     Raises:
         CheckpointError: the folder is a checkpoint of another library, or is unreadable.
     """
-    root = Path(path)
+    root = _files.folder_of(path, "steps", "spmd.checkpoint.steps(path)")
     _refuse_foreign(root)
     return [_step(root, name) for name in committed(root)]
 
@@ -159,7 +159,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verdict:
     Raises:
         CheckpointError: the folder does not contain this step, or any step.
     """
-    root = Path(path)
+    root = _files.folder_of(path, "verify", "spmd.checkpoint.verify(path)")
     return verify_folder(root, candidates(root, step)[0])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.base._errors import CheckpointError, message
+from spmd.base._errors import CheckpointError, called_at, message, shown
 from spmd.checkpoint import _files, _inventory, _manifest
 from spmd.checkpoint._boxes import Box, grid
 from spmd.checkpoint._manifest import ArrayEntry, DataFile, Manifest, Piece
@@ -26,6 +26,7 @@ from spmd.checkpoint._snapshot import PACK_BYTES
 from spmd.checkpoint._tree import numpy_dtype
 
 _MESH = re.compile(r"[^\s=,@]+=\d+(,[^\s=,@]+=\d+)*")
+_CALL = 'spmd.checkpoint.reshard(source, target, "data=8")'
 
 
 def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh: str, *, step: int | None = None) -> Path:
@@ -44,10 +45,10 @@ def reshard(source: str | os.PathLike[str], target: str | os.PathLike[str], mesh
         CheckpointError: `mesh` is malformed, no step is valid, or the target exists or cannot be written.
     """
     sizes = _sizes(mesh)
-    root = Path(source)
+    root, to = (_files.folder_of(path, "reshard", _CALL) for path in (source, target))
     name = _valid_step(root, step)
     manifest = _inventory.read_manifest(root, name)
-    to = Path(os.path.abspath(target))
+    to = Path(os.path.abspath(to))
     final = to / _files.StepName(manifest.step, 0).folder
     writing = to / (_files.WRITING + final.name)
     try:
@@ -75,7 +76,10 @@ def _valid_step(root: Path, step: int | None) -> _files.StepName:
     raise CheckpointError(message(f"{root} has no valid step", *problems, fix="check the disk"))
 
 
-def _sizes(mesh: str) -> dict[str, int]:
+def _sizes(mesh: object) -> dict[str, int]:
+    if not isinstance(mesh, str):
+        what = f"mesh of reshard must be a text of axes and sizes, got {shown(mesh)}"
+        raise CheckpointError(message(what, *called_at(), fix=_CALL))
     if not _MESH.fullmatch(mesh):
         raise CheckpointError(message(f"mesh={mesh!r} is malformed", fix='write axes and sizes, as in "data=4,model=2"'))
     sizes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}

@@ -61,7 +61,8 @@ def restore(
     Args:
         path: the folder that was passed to `save`.
         state: a state like the one passed to `save`, on the same or another mesh and number of processes. Saved entries that are
-            missing in it are not read. None returns everything, as CPU tensors and plain values, for inspection.
+            missing in it are not read; None in it takes any saved value. None returns everything, as CPU tensors and plain values,
+            for inspection.
         step: restore this step only, and raise an error if it is damaged.
         cast: convert arrays to the dtypes of `state`; by default a different dtype is an error.
         random: restore the random streams too. Has no effect if `state` is None.
@@ -73,8 +74,8 @@ def restore(
     Warns:
         UserWarning: newer steps were skipped.
     """
-    _require_arguments(path, step, {"cast": cast, "random": random})
-    root = Path(os.path.abspath(path))
+    _require_arguments(step, {"cast": cast, "random": random})
+    root = Path(os.path.abspath(_files.folder_of(path, "restore", "spmd.checkpoint.restore(path, state)")))
     _save.join(root)
     gang = current_gang() if gang is None else gang
     with mesh.extended_timeout("restoring"):
@@ -84,10 +85,7 @@ def restore(
     return restored
 
 
-def _require_arguments(path: object, step: object, flags: dict[str, object]) -> None:
-    call = "spmd.checkpoint.restore(path, state)"
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(message(f"restore takes the path of a folder first, got {shown(path)}", *called_at(), fix=call))
+def _require_arguments(step: object, flags: dict[str, object]) -> None:
     if step is not None and (isinstance(step, bool | torch.Tensor) or not hasattr(type(step), "__index__")):
         number = step if isinstance(step, str) and step.isdecimal() else "10"
         fix = f"spmd.checkpoint.restore(path, state, step={int(number)})"
@@ -170,7 +168,8 @@ def _warn(skipped: list[str], step: int) -> None:
 
 def has_step(path: str | os.PathLike[str]) -> bool:
     """Whether `path` contains a committed step. If so, a program should restore it, and treat an error of `restore` as fatal."""
-    return bool(_inventory.committed(Path(os.path.abspath(path))))
+    root = _files.folder_of(path, "has_step", "spmd.checkpoint.has_step(path)")
+    return bool(_inventory.committed(Path(os.path.abspath(root))))
 
 
 __all__ = ["Restored", "has_step", "restore"]

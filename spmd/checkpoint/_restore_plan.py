@@ -6,6 +6,8 @@ that changes the objects. A mismatch (a name, a shape, a dtype) is an error befo
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +23,7 @@ from spmd.base._errors import CheckpointError, message
 from spmd.checkpoint import _tree
 from spmd.checkpoint._collect import is_plain_optimizer, is_state_object, join
 from spmd.checkpoint._optimizer import plan_optimizer
+from spmd.checkpoint._plain_kinds import require_kind, require_mapping
 from spmd.checkpoint._plan_entries import Finish, Ref, first_names, layout_of, mismatch
 from spmd.checkpoint._read import Reader
 from spmd.checkpoint._tree import Node
@@ -58,14 +61,17 @@ class Plan:
         if is_plain_optimizer(target):
             return plan_optimizer(self, target, _tree.decode(node, Ref), path)
         if is_state_object(target):
-            value = self.value(self.local.get(path, node) if getattr(target, "per_process", False) else node)
+            node = self.local.get(path, node) if getattr(target, "per_process", False) else node
+            require_mapping(target, _tree.decode(node, Ref), self.reader, path)
+            value = self.value(node)
             return lambda: (target.load_state_dict(value()), target)[1]
         if _tree.is_array(target):
             return self.array(target, _ref(node, path), path)
-        if isinstance(target, dict):
+        if isinstance(target, dict) and not isinstance(target, Counter):
             return self._dict(target, _entries(node, path), path)
         if isinstance(target, list | tuple):
             return self._sequence(target, node, path)
+        require_kind(target, _tree.decode(node, Ref), self.reader, path)
         return self.value(node)
 
     def value(self, node: Node) -> Finish:
@@ -116,8 +122,14 @@ class Plan:
         if missing:
             raise mismatch(path, f"the checkpoint has no {first_names(missing)}", f"it has {first_names(list(saved))}")
         parts = {key: self.walk(value, saved[key], join(path, key)) for key, value in target.items()}
-        kind: Any = type(target)
-        return lambda: kind((key, finish()) for key, finish in parts.items())
+
+        def finish() -> Any:
+            made = copy.copy(target)  # a defaultdict keeps its factory
+            made.clear()
+            made.update((key, part()) for key, part in parts.items())
+            return made
+
+        return finish
 
     def _sequence(self, target: Any, node: Node, path: str) -> Finish:
         items = next(iter(node.values()), None) if isinstance(node, dict) and node.keys() & {"list", "tuple"} else None

@@ -58,7 +58,7 @@ def save_safetensors(
     if not isinstance(given, torch.nn.Module):
         what = f"save_safetensors takes a module, got {shown(given)}"
         raise CheckpointError(message(what, *called_at(), fix="save_safetensors(folder, model)"))
-    final = Path(os.path.abspath(folder))
+    final = Path(os.path.abspath(_files.folder_of(folder, "save_safetensors", "save_safetensors(folder, model)")))
     gang = current_gang() if gang is None else gang
     leaves = _leaves(module)
     files = _divided(leaves, max_file_bytes)

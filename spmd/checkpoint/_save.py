@@ -110,8 +110,9 @@ def save(
             message names the step that was not saved.
         TraceError: the call is inside a compiled function.
     """
-    step, keep = _checked_arguments(path, step, keep)
-    root = Path(os.path.abspath(path))
+    _refuse_trace()
+    root = Path(os.path.abspath(_files.folder_of(path, "save", _CALL)))
+    step, keep = _checked_arguments(step, keep, wait)
     if root in _pending:
         _pending[root].wait()
     raise_failed()  # a state computed after a failed check must not be saved
@@ -139,16 +140,20 @@ def save(
     return _pending[root]
 
 
-def _checked_arguments(path: Any, step: Any, keep: Any) -> tuple[int, int | None]:
-    """`step` and `keep` as Python integers."""
+def _refuse_trace() -> None:
     if recording.get() is not None or is_tracing():
         why = "the arrays of the state have no values until the program runs"
         raise TraceError(message("save was called inside a compiled function", why, *called_at(), fix="save after the call: " + _CALL))
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(message(f"save takes the path of a folder first, got {shown(path)}", *called_at(), fix=_CALL))
+
+
+def _checked_arguments(step: Any, keep: Any, wait: Any) -> tuple[int, int | None]:
+    """`step` and `keep` as Python integers."""
     number, kept = _integer("step", step), None if keep is None else _integer("keep", keep)
     if number < 0 or (kept is not None and kept < 1):
         raise CheckpointError(message(f"save(step={number}, keep={kept}) is invalid", fix="step must be at least 0, keep at least 1"))
+    if not isinstance(wait, bool):
+        fix = "spmd.checkpoint.save(path, step, state, wait=True)"
+        raise CheckpointError(message(f"wait of save must be True or False, got {shown(wait)}", *called_at(), fix=fix))
     return number, kept
 
 
@@ -164,14 +169,15 @@ def join(path: str | os.PathLike[str] | None = None) -> None:
     Raises:
         CheckpointError: a step was not saved.
     """
-    chosen = list(_pending.values()) if path is None else [s for r, s in _pending.items() if r == Path(os.path.abspath(path))]
+    root = None if path is None else Path(os.path.abspath(_files.folder_of(path, "join", "spmd.checkpoint.join()")))
+    chosen = [saving for folder, saving in _pending.items() if root in (None, folder)]
     errors: list[CheckpointError] = []
     for saving in chosen:
         try:
             saving.join()
         except CheckpointError as error:
             errors.append(error)
-    _owner.release(None if path is None else Path(os.path.abspath(path)))
+    _owner.release(root)
     if errors:
         raise errors[0]
 

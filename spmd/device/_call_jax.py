@@ -9,7 +9,7 @@ The arguments may be any pytrees of tensors. Other leaves are passed unchanged a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ import jax
 import torch
 
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message, shown
 from spmd.base._exact import exactly
 from spmd.base._torch import are_functorch_transforms_active, pytree
+from spmd.base._wrong_arguments import require_arguments, require_function, wrong_argument
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import load, wrap
 from spmd.device._transformed_call import TransformedCall
@@ -41,11 +42,12 @@ def call_jax(jax_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         The result of `jax_func`, with arrays as tensors on device 'jax'.
 
     Raises:
-        SpmdError: a tensor is not on device 'jax', or `args` is a tensor instead of a tuple.
+        SpmdError: a tensor is not on device 'jax', `jax_func` is no function, or `args` is not a tuple.
     """
-    if isinstance(args, torch.Tensor):  # iterating over it would pass its rows as arguments
-        what = f"{name or getattr(jax_func, '__name__', 'the function')} takes a tuple of arguments, got a tensor"
-        raise SpmdError(message(what, f"its shape is {tuple(args.shape)}", fix="spmd.call_jax(fn, (x,))"))
+    require_function(jax_func, "call_jax", "spmd.call_jax(fn, (x,))")
+    require_arguments(args, name or getattr(jax_func, "__name__", "the function"), "spmd.call_jax(fn, (x,))")
+    if kwargs is not None and not isinstance(kwargs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+        raise wrong_argument(f"kwargs of call_jax must be a dict, got {shown(kwargs)}", 'spmd.call_jax(fn, (x,), {"axis": 0})')
     flat, tree = pytree.tree_flatten((args, kwargs or {}))
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:

@@ -28,10 +28,11 @@ from torch import nn
 from mesh import ShardingSpec
 from spmd._version import __version__
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._jax import call_of, exported_by
 from spmd.base._torch import pytree
 from spmd.base._written_files import file_to_write
+from spmd.base._wrong_arguments import require_arguments, require_function, wrong_argument
 from spmd.device._arrays import fetched
 from spmd.device._partitioner import avoid_faults
 from spmd.device._random_stream import advanced, default_stream
@@ -47,6 +48,7 @@ from spmd.program.sizes._expressions import Expression
 from spmd.program.trace._output_tree import rebuilt
 from spmd.program.trace._results import OUTPUTS, Leaf
 
+_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 _PLAIN = (type(None), bool, int, float, str)
 RANDOM = "random state"
 
@@ -69,7 +71,7 @@ def export(
         args, kwargs: example arguments, which determine shapes, dtypes, layouts and Python values. CPU tensors are moved to the device.
         path: path of the file.
         also: further positional arguments, for other sizes or Python values. Each gets its own program; all share one state.
-        platforms: target platforms ("cpu", "cuda", "rocm", "tpu"); None: the platform of the tensors.
+        platforms: target platforms ("cpu", "cuda" or "gpu", "rocm", "tpu"); None: the platform of the tensors.
         weights: save the values of the state. Otherwise they are passed when the file is loaded. Tensors over a topology have no values.
         dynamic: dims of varying size, as for `spmd.compile`; None: those that the step was compiled with, if any. Calls of the file may
             have any size from `min` to `max` that is a multiple of the number of shards. Nothing is padded, so buckets do not apply.
@@ -78,13 +80,13 @@ def export(
         The path.
 
     Raises:
-        SpmdError: `path` is not in a folder, or the program would need Python: the function writes to Python objects, updates an argument,
-            returns something other than containers of tensors and plain values, or depends on values of the host.
+        SpmdError: an argument is of a wrong type, `path` is not in a folder, or the program would need Python: the function writes to
+            Python objects, updates an argument, returns more than containers of tensors and plain values, or depends on the host.
         TraceError: from `spmd.compile`; or it is not proved that one program, plus a few for small sizes, covers all sizes.
     """
     path, source = file_to_write(path, "spmd.export", "spmd.export(fn, args, {path})"), fn._fn if isinstance(fn, Step) else fn
     name = name_of(source)
-    _require_tuples((args, *also), name)
+    _require_call(fn, args, also, kwargs, platforms, name)
 
     @_named_like(source)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,7 @@ def export(
     calls: list[Any] = [_on_device((these, kwargs or {})) for these in (args, *also)]
     writer = _Writer(name, source, calls[0], [traced for given in calls for traced in traces.of_call(*given)])
     first = writer.parts[0].program
-    chosen = tuple("cuda" if one == "gpu" else one for one in platforms or (first.devices.platform,))
+    chosen = _named_platforms((first.devices.platform,) if platforms is None else platforms)
     programs = [part.exported(chosen) for part in writer.parts]  # before the file is created, because it may raise
     with zipfile.ZipFile(path, "w") as archive:
         manifest: dict[str, Any] = {**writer.manifest(weights and not first.is_ahead), "platforms": chosen}
@@ -113,9 +115,27 @@ def export(
     return path
 
 
-def _require_tuples(several: Sequence[Any], name: str) -> None:
-    if any(isinstance(given, torch.Tensor) for given in several):
-        raise SpmdError(message(f"export of {name} was given a tensor instead of a tuple of arguments", fix="spmd.export(fn, (x,), path)"))
+def _require_call(fn: Any, args: Any, also: Any, kwargs: Any, platforms: Any, name: str) -> None:
+    require_function(fn, "export", "spmd.export(train_step, (x,), path)")
+    require_arguments(args, f"export of {name}", "spmd.export(fn, (x,), path)")
+    require_arguments(also, f"also= of the export of {name}", "spmd.export(fn, (x,), path, also=[(y,)])")
+    for given in also:
+        require_arguments(given, f"each item of also= of the export of {name}", "spmd.export(fn, (x,), path, also=[(y,)])")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise wrong_argument(f"kwargs of the export of {name} must be a dict, got {shown(kwargs)}", 'spmd.export(fn, (), path, {"x": x})')
+    if platforms is not None:
+        _named_platforms(platforms)
+
+
+def _named_platforms(platforms: Any) -> tuple[str, ...]:
+    """The platforms by jax's names, each once."""
+    listed = list(platforms) if isinstance(platforms, tuple | list | set | frozenset) else []
+    unknown = [one for one in listed if one not in _PLATFORMS]
+    if not listed or unknown:
+        what = f"platforms of export must be names of platforms, got {shown(platforms) if not listed else ', '.join(map(shown, unknown))}"
+        fix = f'spmd.export(fn, args, path, platforms=["{platforms if isinstance(platforms, str) and platforms in _PLATFORMS else "cpu"}"])'
+        raise SpmdError(message(what, f"known: {', '.join(_PLATFORMS)}", *called_at(), fix=fix))
+    return tuple(dict.fromkeys("cuda" if one == "gpu" else one for one in listed))
 
 
 def _named_like(source: Any) -> Callable[[Any], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,11 +34,26 @@ class Options:
         for name, count in counts.items():
             if type(count) is not int or count < 1:
                 raise SpmdError(message(f"compile's option {name} must be at least 1", f"got {count!r}", fix=f"spmd.compile(fn, {name}=8)"))
+        if self.check_indices is not None and not isinstance(self.check_indices, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            what = "compile's option check_indices must be True, False or None"
+            raise SpmdError(message(what, f"got {self.check_indices!r}", fix="spmd.compile(fn, check_indices=True)"))
         if self.on_retrace not in ("warn", "error"):
             what = f"compile's option on_retrace must be 'warn' or 'error', got {self.on_retrace!r}"
             raise SpmdError(message(what, fix='spmd.compile(fn, on_retrace="warn")'))
-        if self.roll not in (True, False, "auto"):
+        if not isinstance(self.roll, bool) and self.roll != "auto":
             raise SpmdError(message("roll must be True, False or 'auto'", f"roll={self.roll!r}", fix='spmd.compile(fn, roll="auto")'))
 
 
-__all__ = ["Options"]
+def has_dims(dynamic: object) -> bool:
+    """Whether the option `dynamic` of `compile` makes sizes vary.
+
+    Raises:
+        SpmdError: it is neither a mapping, nor True, False or None.
+    """
+    if dynamic is not None and not isinstance(dynamic, bool | Mapping):
+        what = f"compile's option dynamic must be a dict from arguments to dims, or True, got {dynamic!r}"
+        raise SpmdError(message(what, fix='spmd.compile(fn, dynamic={"x": {0: spmd.Dim("batch", max=64)}})'))
+    return bool(dynamic)
+
+
+__all__ = ["Options", "has_dims"]

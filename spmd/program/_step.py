@@ -34,7 +34,7 @@ from spmd.patches._running_averages import move_counts_to_device
 from spmd.program._copied_step import CopiedStep
 from spmd.program._executable_file import load_executables, not_in_file, save_executables
 from spmd.program._job_checks import compiling
-from spmd.program._options import Options
+from spmd.program._options import Options, has_dims
 from spmd.program._program import Program
 from spmd.program.find._discover import reachable
 from spmd.program.find._static import name_of
@@ -489,7 +489,8 @@ def compile(
         name, known = next(iter(unknown)), [*(field.name for field in fields(Options)), "dynamic"]
         raise TypeError(message(f"compile has no option {name!r}{nearest(name, known)}", fix=f"options are {', '.join(known)}"))
     options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices, roll)
-    make: Callable[[Any], Any] = lambda real: _sized(real, options, dynamic) if dynamic else Step(real, options)  # noqa: E731
+    varies = has_dims(dynamic)
+    make: Callable[[Any], Any] = lambda real: _sized(real, options, dynamic) if varies else Step(real, options)  # noqa: E731
     return make if fn is None else make(fn)
 
 

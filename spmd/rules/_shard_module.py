@@ -10,7 +10,8 @@ from torch import nn
 
 from mesh import LARGE_BYTES, Mesh, Rule, Rules, RulesReport, Sized, SpecFunction, rules_report
 from spmd.base._errors import SpmdError, message
-from spmd.fsdp import dissolve, fully_shard, require_module, require_no_unit
+from spmd.base._wrong_arguments import require_module, require_parameters
+from spmd.fsdp import dissolve, fully_shard, require_no_unit
 from spmd.rules._blocks import remove_borders
 from spmd.rules._heads import head_findings
 from spmd.rules._parallel_plan import Plan, automatic_plan, dtensor_plan, hugging_face_plan
@@ -93,6 +94,7 @@ def rules_for(model: nn.Module, mesh: Mesh, rules: RulesLike, axis: str | None =
     if isinstance(rules, Mapping):
         return _from_mapping(model, mesh, rules, axis)
     if callable(rules):
+        require_parameters(rules, ("name", "parameter"), "the function of rules of shard_module")
         return Plan(Rules(Rule("**", _of_parameter(rules, dict(named_tensors(model)), mesh), is_optional=True)))
     if isinstance(rules, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
         return Plan(Rules(*(_with_placements(pair) for pair in rules)))

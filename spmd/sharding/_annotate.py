@@ -17,6 +17,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._jax import is_tracer
 from spmd.base._torch import disable_dynamo, graph_break, torch_at_least
+from spmd.base._wrong_arguments import wrong_argument
 from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
 from spmd.sharding._constraint import constrain
@@ -49,7 +50,7 @@ def mark_sharding(
         SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim whose size its axes do not divide.
         SpmdError: `tensor` is not a tensor, is on another device, or is a view that does not cover its whole storage.
     """
-    _require_tensor(tensor, "mark_sharding", "mark_sharding(torch.as_tensor(value), mesh, spec)")
+    require_tensor(tensor, "mark_sharding", "mark_sharding(torch.as_tensor(value), mesh, spec)")
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(tensor, mesh, partition_spec, uneven)
     spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
@@ -80,7 +81,12 @@ def mark_sharding(
     return become_sharded(tensor)
 
 
-def _require_tensor(value: object, taker: str, fix: str) -> None:
+def require_tensor(value: object, taker: str, fix: str) -> None:
+    """Refuse anything but a tensor. `taker` is the name of the function.
+
+    Raises:
+        SpmdError: `value` is not a tensor.
+    """
     if isinstance(value, torch.Tensor):
         return
     if isinstance(value, torch.nn.Module):
@@ -90,8 +96,8 @@ def _require_tensor(value: object, taker: str, fix: str) -> None:
             else "for p in module.parameters(): spmd.clear_sharding(p)"
         )
     if isinstance(value, Mesh):
-        raise SpmdError(message(f"{taker} takes the tensor first, got a Mesh", *called_at(), fix="spmd.mark_sharding(x, mesh, spec)"))
-    raise SpmdError(message(f"{taker} takes a tensor, got {shown(value)}", *called_at(), fix=fix))
+        raise wrong_argument(f"{taker} takes the tensor first, got a Mesh", "spmd.mark_sharding(x, mesh, spec)")
+    raise wrong_argument(f"{taker} takes a tensor, got {shown(value)}", fix)
 
 
 def _in_graph(tensor: torch.Tensor, mesh: Any, partition_spec: Any, uneven: Literal["pad", "error"]) -> XLAShardedTensor:
@@ -125,7 +131,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
     Raises:
         SpmdError: `t` is not a tensor.
     """
-    _require_tensor(t, "clear_sharding", "spmd.clear_sharding(x), one call per tensor")
+    require_tensor(t, "clear_sharding", "spmd.clear_sharding(x), one call per tensor")
     if t.device.type != "jax":
         forget(t)
         return become_plain(t)
@@ -188,7 +194,7 @@ def checked_spec(
         SpecError: the spec does not fit the tensor; the message contains the tensor's name.
         SpmdError: `tensor` is not a tensor, or is on none of `devices`.
     """
-    _require_tensor(tensor, "a sharding", "pass a tensor on device 'jax': torch.as_tensor(value).to('jax')")
+    require_tensor(tensor, "a sharding", "pass a tensor on device 'jax': torch.as_tensor(value).to('jax')")
     if tensor.layout is not torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
         what = f"{name_of(tensor)} cannot be marked: its layout is {kind}, and only dense tensors are sharded"

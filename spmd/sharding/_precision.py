@@ -22,6 +22,7 @@ import torch
 from spmd.base._convert import to_numpy_dtype
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import CheckpointFrame, pytree
+from spmd.base._wrong_arguments import require_module
 from spmd.device._storage import recording
 from spmd.patches._table import replace
 from spmd.sharding._swapped_parameters import SwappedParameters
@@ -76,8 +77,9 @@ def mixed_precision(module: M, policy: MixedPrecisionPolicy) -> M:
         The same module.
 
     Raises:
-        SpmdError: `policy` is not a mixed-precision policy.
+        SpmdError: `module` is not a module, or `policy` is not a mixed-precision policy.
     """
+    require_module(module, "mixed_precision", "spmd.mixed_precision(model, spmd.MixedPrecisionPolicy(torch.bfloat16))")
     require_policy(policy)
     inner = getattr(module.forward, "__func__", None) or _without_self(module.forward)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from spmd.base._jax import is_tracer
 from spmd.base._torch import pytree
+from spmd.base._wrong_arguments import require_module
 from spmd.device._storage import buffer_of, load, store
 
 
@@ -28,6 +29,7 @@ def apply_backward_optimization_barrier(m: nn.Module) -> None:
     The gradients of its parameters and of its inputs are then complete before the backward pass continues. So the compiler cannot
     delay a layer's gradient reduction and keep its buffers alive.
     """
+    require_module(m, "apply_backward_optimization_barrier", "spmd.apply_backward_optimization_barrier(model.layers[0])")
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         flat, tree = pytree.tree_flatten((args, kwargs))

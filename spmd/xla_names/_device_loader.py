@@ -19,8 +19,9 @@ import torch
 
 from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, host_array
-from spmd.base._errors import ShardError, SpmdError, message
+from spmd.base._errors import ShardError, SpmdError, message, shown
 from spmd.base._torch import pytree
+from spmd.base._wrong_arguments import require_iterable, wrong_argument
 from spmd.device._deferred import end_step
 from spmd.device._storage import buffer_of, wrap
 from spmd.sharding._annotate import mark_sharding
@@ -43,7 +44,7 @@ class MpDeviceLoader:
         options: torch_xla's other arguments (`batchdim`, `loader_prefetch_size`, ...); they have no effect here.
 
     Raises:
-        SpmdError: while iterating: the keys of `input_sharding` do not fit the batch.
+        SpmdError: an argument is of a wrong type. While iterating: the keys of `input_sharding` do not fit the batch.
         ShardError: while iterating: this host's devices do not divide a minibatch.
     """
 
@@ -59,6 +60,7 @@ class MpDeviceLoader:
         unknown = options.keys() - {"batchdim", "batches_per_execution", "loader_prefetch_size", "host_to_device_transfer_threads"}
         if unknown:
             raise SpmdError(message(f"MpDeviceLoader has no option {', '.join(sorted(unknown))}", fix="leave it out"))
+        _require(loader, device, input_sharding, device_prefetch_size)
         self._loader = loader
         # torch_xla's name, because Hugging Face's Trainer writes the sharding of its batches there.
         self._parallel_loader_kwargs: dict[str, Any] = {"input_sharding": input_sharding}
@@ -78,6 +80,19 @@ class MpDeviceLoader:
                 end_step()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _require(loader: object, device: object, sharding: object, prefetch: object) -> None:
+    require_iterable(loader, "MpDeviceLoader", 'spmd.MpDeviceLoader(DataLoader(dataset, 64), "jax")')
+    if not isinstance(device, str | torch.device) or str(device).partition(":")[0] not in ("jax", "xla"):
+        raise wrong_argument(f"device of MpDeviceLoader is always 'jax', got {shown(device)}", 'spmd.MpDeviceLoader(loader, "jax")')
+    specs = [*sharding.values()] if isinstance(sharding, Mapping) else [sharding]
+    if not all(spec is None or isinstance(spec, ShardingSpec) for spec in specs):
+        what = f"input_sharding of MpDeviceLoader must be a ShardingSpec, or a dict of them, got {shown(sharding)}"
+        raise wrong_argument(what, 'spmd.MpDeviceLoader(loader, input_sharding=spmd.ShardingSpec(mesh, ("data", None)))')
+    if type(prefetch) is not int:
+        what = f"device_prefetch_size of MpDeviceLoader must be a number of batches, got {shown(prefetch)}"
+        raise wrong_argument(what, "spmd.MpDeviceLoader(loader, device_prefetch_size=8)")
 
 
 def placed(batch: Any, input_sharding: InputSharding | None) -> Any:

@@ -20,10 +20,11 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError, entry_axes, split_largest_dim, without_axes
 from spmd.base._errors import SpmdError, message
+from spmd.base._wrong_arguments import require_module, require_options, require_parameters
 from spmd.device._layout import annotation_of
 from spmd.device._storage import buffer_of
 from spmd.rules import batch_over_other_axes
-from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
+from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding, require_tensor
 from spmd.sharding._device_mesh import is_of_devices, mesh_axes, root_of
 from spmd.sharding._dtensor_placements import placements_of, spec_of_placements
 from spmd.sharding._names import name_of
@@ -79,8 +80,9 @@ def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: Any, placements: Se
         placements: one `Shard` or `Replicate` per mesh axis; None: replicated.
 
     Raises:
-        SpecError, SpmdError: from `spec_from_placements` and `mark_sharding`; SpmdError if `tensor` is a DTensor.
+        SpecError, SpmdError: from `spec_from_placements` and `mark_sharding`; SpmdError if `tensor` is no tensor, or a DTensor.
     """
+    require_tensor(tensor, "xla_distribute_tensor", "spmd.xla_distribute_tensor(torch.as_tensor(value), mesh, placements)")
     if type(tensor).__name__ == "DTensor":
         raise SpmdError(message("a DTensor has one device's shard, not the global tensor", fix="pass tensor.full_tensor()"))
     if tensor.device.type != "jax":
@@ -128,18 +130,23 @@ def xla_distribute_module(
         The same module.
 
     Raises:
-        SpmdError: `input_fn` or `output_fn` takes neither three arguments nor two (without the module).
+        SpmdError: `module` is no module, an argument is no function, or `input_fn` or `output_fn` takes neither three arguments nor
+            two (without the module).
     """
+    require_module(module, "xla_distribute_module", "spmd.xla_distribute_module(model, mesh, partition_fn)")
+    functions = [("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn)]
+    require_options(functions, "spmd.xla_distribute_module")
+    if partition_fn is not None:
+        require_parameters(partition_fn, ("name", "module", "mesh"), "partition_fn of xla_distribute_module")
     mesh = mesh_or_global(device_mesh, "xla_distribute_module")
+    before, after = (None if fn is None else _with_module(fn, name) for name, fn in functions[1:])
     module.to("jax")
     if partition_fn is not None:
         for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
-    if input_fn is not None:
-        before = _with_module(input_fn, "input_fn")
+    if before is not None:
         module.register_forward_pre_hook(lambda owner, inputs: before(owner, inputs, mesh))
-    if output_fn is not None:
-        after = _with_module(output_fn, "output_fn")
+    if after is not None:
         module.register_forward_hook(lambda owner, inputs, outputs: after(owner, outputs, mesh))
     return module
 

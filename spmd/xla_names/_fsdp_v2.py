@@ -15,6 +15,7 @@ from torch import nn
 
 from mesh import Mesh, SpecError, split_largest_dim
 from spmd.base._errors import SpmdError, message
+from spmd.base._wrong_arguments import require_module, require_options
 from spmd.device._storage import buffer_of
 from spmd.sharding._annotate import as_mesh, mark_sharding
 from spmd.xla_names._barrier import apply_backward_optimization_barrier
@@ -39,7 +40,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
     Raises:
         SpecError: the mesh lacks an axis.
-        SpmdError: `module` is already wrapped, has no forward, or returns a value that the default `shard_output` cannot handle.
+        SpmdError: `module` is no module, is already wrapped, has no forward, or returns a value that the default `shard_output` cannot
+            handle.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
         extra_data_axis: str | None = None,
     ) -> None:
         _require_wrappable(module, auto_wrap_policy is not None)
+        wrapping = ("auto_wrap_policy", auto_wrap_policy), ("auto_wrapper_callable", auto_wrapper_callable)
+        require_options([("shard_output", shard_output), *wrapping], "spmd.SpmdFullyShardedDataParallel")
         mesh = as_mesh(mesh_or_global(mesh, "SpmdFullyShardedDataParallel"))
         for axis in (AXIS, *([extra_data_axis] if extra_data_axis else [])):
             if axis not in mesh.axis_names:
@@ -139,6 +143,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _require_wrappable(module: nn.Module, is_root: bool) -> None:
+    require_module(module, "SpmdFullyShardedDataParallel", "spmd.SpmdFullyShardedDataParallel(model, mesh)")
     if isinstance(module, SpmdFullyShardedDataParallel) or (
         is_root and any(isinstance(m, SpmdFullyShardedDataParallel) for m in module.modules())
     ):

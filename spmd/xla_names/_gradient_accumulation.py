@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message, shown
+from spmd.base._wrong_arguments import require_function, require_module, wrong_argument
 from spmd.program.flow._scan import scan
 
 
@@ -42,7 +43,14 @@ def gradient_accumulation(
 
     Raises:
         MicroBatchError: there are no iterable tensors, their first dims differ, or one is 0 (a ValueError).
+        SpmdError: an argument is of a wrong type.
     """
+    call = "spmd.gradient_accumulation(train_step, (data, target), model)"
+    require_function(train_step, "gradient_accumulation", call)
+    require_module(model, "gradient_accumulation", call)
+    for name, given in (("iterable_tensors", iterable_tensors), ("carried_tensors", carried_tensors or ())):
+        if not isinstance(given, tuple | list) or not all(isinstance(t, torch.Tensor) for t in given):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong_argument(f"{name} of gradient_accumulation must be a tuple of tensors, got {shown(given)}", call)
     if not iterable_tensors:
         what = "gradient_accumulation was given no iterable tensors"
         raise MicroBatchError(message(what, fix="pass (data, target)"))

@@ -232,6 +232,7 @@ def test_programs_that_cannot_be_written_fail_nothing(tmp_path: Path, caplog: py
     [
         ({"cache_dir": "/dev/null/programs"}, "is not a writable folder"),
         ({"cache_dir": True}, "cache_dir must be a folder or False"),
+        ({"cache_dir": ""}, "cache_dir must be a folder or False"),
         ({"cache_max_bytes": 0}, "cache_max_bytes must be a number of bytes"),
         ({"cache_max_bytes": 1.5}, "cache_max_bytes must be a number of bytes"),
     ],

@@ -25,7 +25,7 @@ class MpDeviceLoader(OurLoader):
     """`spmd.MpDeviceLoader`; a step ends when the next batch is requested."""
 
     def __init__(self, loader: Iterable[Any], device: Any = None, **options: Any) -> None:
-        super().__init__(loader, device, **options)
+        super().__init__(loader, "jax" if device is None else device, **options)
 
     def __iter__(self) -> Iterator[Any]:
         sharding = self._parallel_loader_kwargs["input_sharding"]

@@ -21,8 +21,9 @@ import jax
 import torch
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, called_at, message, shown
+from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
+from spmd.base._wrong_arguments import require_function
 from spmd.device._checks import Check
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, load, recording, wrap
@@ -48,9 +49,7 @@ def accumulate(rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
         raise SpmdError(message(f"accumulate got {rounds!r} micro-batches, but needs at least 1", fix="spmd.accumulate(4)"))
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        if not callable(fn):
-            fix = f"spmd.accumulate({rounds})(micro)(x, y)"
-            raise SpmdError(message(f"accumulate takes a function, got {shown(fn)}", *called_at(), fix=fix))
+        require_function(fn, "accumulate", f"spmd.accumulate({rounds})(micro)(x, y)")
 
         def run(*args: torch.Tensor) -> Any:
             for arg in args:

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, called_at, message, shown
+from spmd.base._errors import SpmdError, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
 from spmd.base._torch import pytree
+from spmd.base._wrong_arguments import require_function
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import load, recording, wrap
@@ -49,8 +50,7 @@ def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
         TraceError: while tracing, if `fn` writes in place to a tensor from outside or needs a value on the host.
         SpmdError: `fn` is no function, or an argument is neither a tensor nor hashable.
     """
-    if not callable(fn):
-        raise SpmdError(message(f"assume_pure takes a function, got {shown(fn)}", *called_at(), fix="block = spmd.assume_pure(block)"))
+    require_function(fn, "assume_pure", "block = spmd.assume_pure(block)")
     programs: dict[Any, _Program] = {}
 
     @functools.cache

@@ -21,8 +21,9 @@ import jax
 import torch
 import torch.utils.checkpoint as checkpoint_module
 
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, message, shown
 from spmd.base._torch import CheckpointFrame, pytree
+from spmd.base._wrong_arguments import require_function, wrong_argument
 from spmd.device._fence import fenced, is_fencing
 from spmd.device._saved_results import SavedResults
 from spmd.device._storage import is_device_tensor, recording
@@ -58,11 +59,14 @@ def remat(policy: Policy = "nothing") -> Callable[[F], F]:
     if isinstance(policy, torch.nn.Module):
         what = f"remat got a {type(policy).__name__} instead of a policy: it takes a policy and returns a decorator"
         raise SpmdError(message(what, fix='spmd.remat()(module), or spmd.remat("dots")(module)'))
+    if not callable(policy) and not isinstance(policy, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+        raise wrong_argument(f"remat takes a policy, got {shown(policy)}", 'spmd.remat("dots")(block)')
     chosen = policy if callable(policy) else _POLICIES.get(policy.removesuffix("_saveable"))
     if chosen is None:
         raise SpmdError(message(f"there is no remat policy {policy!r}", f"policies: {', '.join(_POLICIES)}", fix='choose one, e.g. "dots"'))
 
     def decorate(fn: Any) -> Any:
+        require_function(fn, "remat", "spmd.remat()(block)")
         if chosen is _POLICIES["everything"]:
             return fn
         if isinstance(fn, torch.nn.Module):

@@ -20,6 +20,7 @@ from torch import nn
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._torch import pytree
+from spmd.base._wrong_arguments import require_function
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program.flow._joint import captured_by, trace_joint
@@ -49,8 +50,7 @@ def scan(
             size, or the carry changes its structure, shapes or dtypes.
         TraceError: inside a compiled function, `fn` writes in place to a tensor from outside.
     """
-    if not callable(fn):
-        raise SpmdError(message(f"spmd.scan takes a function, got {shown(fn)}", *called_at(), fix="spmd.scan(fn, init, xs)"))
+    require_function(fn, "spmd.scan", "spmd.scan(fn, init, xs)")
     flat_xs, xs_tree = pytree.tree_flatten(xs)
     length = _common_length(flat_xs)
     if length == 0 or recording.get() is None:

@@ -172,6 +172,10 @@ class AskedDims:
             if twice is not None:
                 what = f"{self._option} names one dim of {title} twice: {twice % value.ndim} and {twice}"
                 raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix=f"leave out {twice}"))
+            deeper = next((dim for dim, named in tree.items() if not isinstance(named, Dim | str)), None)
+            if deeper is not None:
+                what = f"{self._option} has {tree[deeper]!r} for dim {deeper} of {title}, where a Dim or its name is expected"
+                raise SpmdError(message(what, f"its shape is {tuple(value.shape)}", fix=f'{{{deeper}: spmd.Dim("batch", max=64)}}'))
             yield Named(path, value, {d % value.ndim: n.name if isinstance(n, Dim) else n for d, n in tree.items()})
             return
         for key, inner in tree.items():

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from spmd.base._errors import TraceError, message
+from spmd.base._errors import TraceError, message, shown
+from spmd.base._wrong_arguments import wrong_argument
 from spmd.device._arrays import fetched
 from spmd.device._copy import copied_to_host
 from spmd.device._host_copies import held_of, is_host_copy
@@ -257,7 +258,7 @@ def require_function(fn: Any) -> None:
         TypeError: `fn` is not callable.
     """
     if not callable(fn):
-        raise TypeError(message(f"compile takes a function, got {fn!r}", fix="spmd.compile(lambda x: model(x))"))
+        raise wrong_argument(f"compile takes a function, got {shown(fn)}", "spmd.compile(lambda x: model(x))")
     while isinstance(fn, functools.partial):
         fn = fn.func
     code = fn if isinstance(fn, (types.FunctionType, types.MethodType)) else inspect.getattr_static(type(fn), "__call__", None)
