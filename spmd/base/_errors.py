@@ -48,6 +48,8 @@
         +-- AttributesNeeded                           ... with attributes of tensors in the signature of a call
         +-- NumbersNeeded                              ... with Python numbers as constants
         +-- TextsNeeded                                ... with texts of numbers that vary as constants
+        +-- OutputsPutOff                              ... with all output at the end of the call, since it runs code of the user's
+        +-- OutputsAtOnce                              ... with such output made at once
         +-- CountsNeeded                               ... with integers that the host knows as Python integers
         +-- NumbersDrawn                               ... because another thread may have drawn random numbers
         +-- ContextNeeded                              ... in a copy of the context

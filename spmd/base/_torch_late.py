@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from spmd.base._torch import missing
+from spmd.base._warning_registries import ignored
 
 
 class PlanParts(NamedTuple):
@@ -87,9 +87,9 @@ def without_dynamo() -> Generator[None]:
     eval_frame = _module("torch._C._dynamo.eval_frame")
     before = eval_frame.set_eval_frame(None)  # first, because set_stance must not be called in a frame that Dynamo evaluates
     try:
-        with _named("torch._dynamo", "set_stance")("force_eager"), warnings.catch_warnings():
-            # the global hooks are those that a trace of this package sets
-            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
+        # the global hooks are those that a trace of this package sets
+        text = "Using `torch.compile\\(module\\)` when there are global hooks"
+        with _named("torch._dynamo", "set_stance")("force_eager"), ignored(text):
             yield
     finally:
         eval_frame.set_eval_frame(before)

@@ -33,7 +33,7 @@ from spmd.program._options import Options
 from spmd.program._program_digest import program_digest
 from spmd.program.find._objects import fill, flatten
 from spmd.program.flow._repeat import repeated, require_no_writes
-from spmd.program.reads._pending_outputs import take_written
+from spmd.program.reads._repeated_outputs import take_written
 from spmd.program.roll._rolled import Loop
 from spmd.program.roll._rolled_program import RolledProgram, repeats_left, rolled_program
 from spmd.program.run._argument_arrays import ArgumentArrays

@@ -25,6 +25,7 @@ from spmd.base._errors import SpmdError, TraceAgain, TraceError, message
 from spmd.base._progress import underway
 from spmd.base._signals import handlers_run, handlers_wait
 from spmd.base._torch_late import without_dynamo
+from spmd.base._warning_registries import shown_warnings_kept
 from spmd.device._buffer_stack import take_apart
 from spmd.device._deferred import end_step
 from spmd.device._indices import checked
@@ -225,7 +226,7 @@ class Step(CopiedStep, Generic[P, R]):
         is_new = not settings.has_constant_numbers and not self._programs.of(call.key)
         if is_new and self._varying.note_arguments(self._programs.keys(), call.key):
             call = self._signature(args, kwargs)
-        with noting_retrace(self._name, failed):
+        with noting_retrace(self._name, failed), shown_warnings_kept():
             program, num_traces = self._compiled(call, failed, settings, is_beside)
         captured = program.captured
         if self._loaded and program.digest not in self._loaded:

@@ -82,6 +82,28 @@ def appended_twice(s: Any, x: Any) -> None:
             file.write("\n")
 
 
+def rows_appended(s: Any, x: Any) -> None:
+    with open(s.path, "a", newline="") as file:
+        rows = csv.writer(file, delimiter=";", lineterminator="\n")
+        rows.writerow(["é", x.max().item()])
+        rows.writerows([[1, "a b"], [round(x[0].item(), 2), None]])
+        csv.DictWriter(file, ["a", "b"], restval="-").writerow({"a": x.argmax().item()})
+
+
+def rows_of_the_host(s: Any, x: Any) -> None:
+    s.steps += 1
+    with open(s.path, "w", newline="") as file:
+        rows = csv.DictWriter(file, ["step", "half"], dialect="unix")
+        rows.writeheader()
+        rows.writerow({"step": s.steps, "half": s.steps * 0.5})
+
+
+def with_newlines(s: Any, x: Any) -> None:
+    for newline in ("\r\n", "\r", "\n", "", None):
+        with open(s.path, "a", newline=newline) as file:
+            file.write(f"a\n{x.max().item():.3f}\r\n")
+
+
 def redirected(s: Any, x: Any) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         print(x.max().item())
@@ -114,6 +136,9 @@ OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
     "file that is opened": written_anew,
     "file that is appended to": appended,
     "file that is opened twice": appended_twice,
+    "rows in a file that is opened": rows_appended,
+    "rows of the host in one": rows_of_the_host,
+    "newlines of a file that is opened": with_newlines,
     "path": lambda s, x: pathlib.Path(s.path).write_text(f"{x.max().item():.3f}"),
     "csv": lambda s, x: (s.rows.writerow([x.max().item(), round(x[0].item(), 2), "a"]), None)[1],
     "csv of dicts": lambda s, x: (s.dicts.writerow({"a": x.max().item(), "b": 1}), None)[1],
@@ -259,6 +284,61 @@ def test_output_that_no_call_can_repeat_is_refused(name: str) -> None:
     with pytest.raises(spmd.TraceError, match=what) as raised:
         spmd.compile(fn)(torch.ones(2).to("jax"))
     assert "fix: " in str(raised.value)
+
+
+def told(s: Any, file: Any, x: Any) -> None:
+    file.write(f"{x.max().item():.3f}")
+    s.position = file.tell()
+
+
+def told_before(s: Any, file: Any, x: Any) -> None:
+    s.position = file.tell()
+    csv.writer(file).writerow([x.max().item()])
+
+
+def sought(s: Any, file: Any, x: Any) -> None:
+    file.seek(2)
+    print(x.max().item(), file=file)
+
+
+def truncated(s: Any, file: Any, x: Any) -> None:
+    file.truncate(0)
+    logged_to(file).info("%s", x.max().item())
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+@pytest.mark.parametrize("use", [told, told_before, sought, truncated])
+def test_the_position_in_a_file_that_is_written_when_the_call_ends_is_refused(use: Any, is_opened: bool, tmp_path: pathlib.Path) -> None:
+    state, path = types.SimpleNamespace(position=0), tmp_path / "losses.txt"
+
+    def step(x: Any) -> None:
+        with open(path, "a") as opened:
+            use(state, opened if is_opened else file, x)
+
+    with open(path, "a") as file, pytest.raises(spmd.TraceError, match="the position in a file is asked for or set") as raised:
+        spmd.compile(step)(torch.ones(2).to("jax"))
+    assert "fix: " in str(raised.value) and state.position == 0
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_the_position_after_a_number_of_the_host_is_that_of_python(mode: str, is_opened: bool, tmp_path: pathlib.Path) -> None:
+    found = []
+    for device in ("cpu", "jax"):
+        state, path = types.SimpleNamespace(n=0, position=0), tmp_path / f"{device}.txt"
+        with open(tmp_path / f"{device}_other.txt", mode) as outer:
+
+            def step(x: Any, state: Any = state, path: Any = path, outer: Any = outer) -> Any:
+                state.n += 1
+                with open(path, mode) as opened:
+                    file = opened if is_opened else outer
+                    file.write(f"{state.n * 50}\n")
+                    state.position = file.tell()
+                return x * state.n
+
+            run: Any = step if device == "cpu" else spmd.compile(step)
+            found.append([(run(torch.ones(1).to(device)).tolist(), state.position, path.read_text()) for _ in range(5)])
+    assert found[1] == found[0]
 
 
 def printed_to(path: pathlib.Path, file: Any, x: Any) -> None:

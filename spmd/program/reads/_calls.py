@@ -42,11 +42,11 @@ from spmd.program.reads._container_methods import CONTAINERS, STORE, update
 from spmd.program.reads._copies import note_copy
 from spmd.program.reads._definitions import note_inspection, read_text_of
 from spmd.program.reads._enumerations import note_lookup
-from spmd.program.reads._hidden_state import IN_MEMORY, is_output
+from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._imports import note_import, note_named_import
 from spmd.program.reads._journal import is_environment
 from spmd.program.reads._known_items import for_known_items
-from spmd.program.reads._library import is_library, is_recorded
+from spmd.program.reads._library import is_library, is_recorded, user_frame
 from spmd.program.reads._logging_calls import note_logging
 from spmd.program.reads._membership import lookup
 from spmd.program.reads._memos import Cache, num_keys, read_registry
@@ -67,7 +67,7 @@ from spmd.program.reads._ordering import with_key_function
 from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import inherits_state, is_sized
 from spmd.program.reads._pending_calls import for_pending
-from spmd.program.reads._pending_outputs import require_no_late_output, user_frame
+from spmd.program.reads._pending_outputs import only_writes_to, require_no_late_output
 from spmd.program.reads._pointed_memory import require_no_address
 from spmd.program.reads._process_only import ADDRESSES, question_of_hashes, questions_of_output
 from spmd.program.reads._process_settings import TEXTS, questions_of_call, setting_of_call
@@ -438,7 +438,7 @@ def _module_function(recording: Recording, fn: Any, given: Sequence[Any]) -> Non
         if fn is builtins.print and isinstance(sys.stdout, IN_MEMORY) and not any(isinstance(arg, io.IOBase) for arg in args):
             recording.mutate(sys.stdout)
         for arg in args:
-            if not (fn is builtins.print and is_output(arg, "write")):
+            if not only_writes_to(fn, arg):
                 recording.read_deep(arg)
 
 

@@ -87,6 +87,8 @@ class Journal:
         num_writes: number of writes noted so far, repeated ones included.
         outputs: what the trace has printed and written to files. See `_pending_outputs`.
         repeats_outputs: every call does all of it.
+        puts_off: all of it waits for the end of a call, since it runs code of the user's; None if the trace has to start again for that.
+        positions: files whose position the function has asked for or set, each with the line.
         num_written: number of outputs that an earlier trace for this call has written.
         standard: the standard output and the standard error when the trace began.
     """
@@ -102,6 +104,8 @@ class Journal:
         self.num_writes = 0
         self.outputs: list[Any] = []
         self.repeats_outputs, self.num_written = False, 0
+        self.puts_off: bool | None = False
+        self.positions: list[tuple[Any, str]] = []
         self.standard = sys.stdout, sys.stderr
         self.shown = shown_now()
         self._parts: list[Writes] = []  # the innermost last

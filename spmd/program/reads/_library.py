@@ -131,3 +131,10 @@ def is_library_property(found: Any) -> bool:
 def starts_trace(frame: types.FrameType) -> bool:
     """Whether a frame is of the function that runs a trace: the frames that it calls are of the traced function."""
     return (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("spmd.program.reads._recorder", "run")
+
+
+def user_frame(frame: types.FrameType) -> types.FrameType:
+    """The innermost frame of the user's code, from `frame` outwards."""
+    while is_library(frame.f_globals.get("__name__")) and frame.f_back is not None and not starts_trace(frame):
+        frame = frame.f_back
+    return frame

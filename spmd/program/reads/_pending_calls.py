@@ -15,6 +15,7 @@ import datetime
 import decimal
 import fractions
 import functools
+import io
 import itertools
 import json
 import math
@@ -55,7 +56,7 @@ from spmd.program.reads._pending import (
     sample_of,
     uniform,
 )
-from spmd.program.reads._pending_outputs import is_captured, is_output_call, noted_output, require_no_output
+from spmd.program.reads._pending_outputs import is_captured, is_output_call, note_position, noted_output, require_no_output
 from spmd.program.reads._pending_texts import text_method
 from spmd.program.reads._varying import NumbersNeeded, Varying
 
@@ -149,6 +150,8 @@ def for_pending(
     owner: Any = getattr(fn, "__self__", None)
     if issubclass(type(owner), IN_MEMORY):
         require_no_output(recording, fn, args)
+    elif isinstance(owner, io.IOBase):
+        note_position(recording, fn)
     if fn is builtins.type and len(args) == 1 and is_host_copy(args[0]):
         return lambda value: value.__class__
     if (made := _of_copies(recording, fn, owner, args)) is not None:

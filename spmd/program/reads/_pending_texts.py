@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from spmd.base._errors import TraceAgain
+from spmd.base._errors import TraceAgain, TraceError
 from spmd.device._host_copies import HostCopy, held_of
 from spmd.device._numbers import is_program_number
 from spmd.device._storage import is_device_tensor
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._number_calls import known
 from spmd.program.reads._number_place import ABSENT
+from spmd.program.reads._output_code import OutputsAtOnce
 from spmd.program.reads._pending import Pending, holds_copies, is_made_late, pending, sample_of
 from spmd.program.reads._varying import Varying
 
@@ -46,11 +47,14 @@ def texts_needed(recording: Recording) -> Generator[None]:
     """A context for calling a traced function.
 
     Raises:
+        OutputsAtOnce: output that was left to the end of the call cannot wait.
         TextsNeeded: the function failed after a text was left to the end of the call.
     """
     try:
         yield
     except Exception as error:
+        if recording.journal.puts_off and recording.journal.outputs and isinstance(error, TraceError):
+            raise OutputsAtOnce from error
         if recording.has_late_texts and not isinstance(error, TraceAgain):
             raise TextsNeeded from error
         raise

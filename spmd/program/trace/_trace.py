@@ -267,6 +267,7 @@ class Trace:
         reads.fixes_indices, reads.has_constant_texts, reads.has_own_context, *sets = settings.of_reads
         reads.imported, reads.no_choices = sets
         journal.repeats_outputs, journal.num_written = bool(settings.sides), settings.num_written
+        journal.puts_off = not self.arguments.is_stacked and settings.puts_off_outputs
 
     def _may_be_of_guess(self, error: Exception) -> bool:
         """Whether the function may have raised the error because the trace has guessed a side. See Note [Device branches]."""
