@@ -38,6 +38,7 @@ try:
     from jax._src.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
     from jax._src.interpreters.partial_eval import inline_jaxpr_into_trace as _inline_jaxpr_into_trace
     from jax._src.interpreters.partial_eval import partial_eval_jaxpr_nounits as _partial_eval_jaxpr
+    from jax._src.lax.lax import _pad_lower
     from jax._src.source_info_util import current as _current_source
     from jax._src.source_info_util import current_name_stack as _current_name_stack
     from jax._src.source_info_util import user_context as _user_context
@@ -45,6 +46,7 @@ try:
 except ImportError as error:
     raise missing(str(error)) from error
 
+pad_lower = _pad_lower
 
 # jax's caches of traces, by the names of the cached functions
 _TRACE_CACHES = (

@@ -15,6 +15,7 @@ import torch
 
 from mesh import _devices
 from mesh.job import _join
+from spmd.base import _jax_paddings
 from spmd.base._errors import DeviceSlotError, TraceError, called_at, message
 from spmd.base._fork import fork
 from spmd.base._torch import (
@@ -212,6 +213,7 @@ def register() -> None:
     _devices.prepare_threads()  # also needed if the environment or jax.config creates the virtual devices
     _installed.append(install())
     _number_arithmetic.install()
+    _jax_paddings.install()
     _serialize.register()
     fork.refuse(Buffer, "value")
     _addresses.register()

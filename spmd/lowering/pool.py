@@ -57,16 +57,31 @@ class Windows:
 
     def reduce(self, operand: Any, init: Any, computation: Any, leading: int) -> Any:
         """`lax.reduce_window` over the last dims of one array or several."""
-        ones, nones = (1,) * leading, [(0, 0)] * leading
+        ones, nones, padding = (1,) * leading, [(0, 0)] * leading, self.padding
+        if not np.all(init == 0):
+            operand = apart(operand, init[0] if isinstance(init, tuple) else init)
+        if any(map(self._may_lose_padding, range(len(self.size)))):
+            ends = [*((0, 0, 0) for _ in nones), *((low, 0, 0) for low, _ in padding)]
+            padded = [lax.pad(x, v, ends) for x, v in (zip(operand, init, strict=True) if isinstance(init, tuple) else [(operand, init)])]
+            operand, padding = padded if isinstance(init, tuple) else padded[0], [(0, high) for _, high in padding]
+            operand = apart(operand, 0)  # XLA would make it the padding of the windows again
         return lax.reduce_window(
-            operand if np.all(init == 0) else apart(operand, init[0] if isinstance(init, tuple) else init),
+            tuple(operand) if isinstance(init, tuple) else operand,
             init,
             computation,
             ones + self.kernel,
             ones + self.stride,
-            [*nones, *self.padding],
+            [*nones, *padding],
             window_dilation=ones + self.dilation,
         )
+
+    def _may_lose_padding(self, dim: int) -> bool:
+        """Whether XLA may take the windows of a replicated operand for windows without padding. See `spmd.base._jax_paddings`.
+
+        It does if those of a sharded result, whose size is rounded up, cover as many elements as the operand has.
+        """
+        span, stride = self.dilation[dim] * (self.kernel[dim] - 1) + 1, self.stride[dim]
+        return self.padding[dim][0] > 0 and (self.size[dim] - span) % stride == 0 and (self.size[dim] - span) // stride + 1 >= self.out[dim]
 
     def counts(self, with_padding: bool, ceil_mode: bool) -> list[Any]:
         """Per dim, the number of elements of each window, with or without those in the padding: an int, or int32[windows]."""

@@ -490,8 +490,8 @@ def compile(
         name, known = next(iter(unknown)), [*(field.name for field in fields(Options)), "dynamic"]
         raise TypeError(message(f"compile has no option {name!r}{nearest(name, known)}", fix=f"options are {', '.join(known)}"))
     options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices, roll)
-    varies = has_dims(dynamic)
-    make: Callable[[Any], Any] = lambda real: _sized(real, options, dynamic) if varies else Step(real, options)  # noqa: E731
+    kind: Any = functools.partial(_sized, dynamic=dynamic) if has_dims(dynamic) else Step
+    make: Callable[[Any], Any] = functools.partial(kind, options=options)
     return make if fn is None else make(fn)
 
 
