@@ -491,8 +491,7 @@ def compile(
         raise TypeError(message(f"compile has no option {name!r}{nearest(name, known)}", fix=f"options are {', '.join(known)}"))
     options = Options(keep_grads, max_retraces, on_retrace, max_programs, steps_per_call, check, debug_nans, check_indices, roll)
     kind: Any = functools.partial(_sized, dynamic=dynamic) if has_dims(dynamic) else Step
-    make: Callable[[Any], Any] = functools.partial(kind, options=options)
-    return make if fn is None else make(fn)
+    return functools.partial(kind, options=options) if fn is None else kind(fn, options=options)
 
 
 def _sized(fn: Any, options: Options, dynamic: Any) -> Any:
