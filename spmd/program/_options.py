@@ -52,7 +52,7 @@ def has_dims(dynamic: object) -> bool:
     """
     if dynamic is not None and not isinstance(dynamic, bool | Mapping):
         what = f"compile's option dynamic must be a dict from arguments to dims, or True, got {dynamic!r}"
-        raise SpmdError(message(what, fix='spmd.compile(fn, dynamic={"x": {0: spmd.Dim("batch", max=64)}})'))
+        raise SpmdError(message(what, fix='dynamic={"x": {0: spmd.Dim("batch", max=64)}}'))
     return bool(dynamic)
 
 

@@ -41,6 +41,9 @@ class MpDeviceLoader(OurLoader):
 class ParallelLoader(MpDeviceLoader):
     """`MpDeviceLoader` under another name; `devices` is a list of the one device."""
 
+    def __init__(self, loader: Iterable[Any], devices: Any, **options: Any) -> None:
+        super().__init__(loader, devices[0] if isinstance(devices, list | tuple) and len(devices) == 1 else devices, **options)
+
     def per_device_loader(self, device: Any) -> Iterator[Any]:
         return iter(self)
 
