@@ -60,7 +60,6 @@ ASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "text": lambda x, grid: x * {"2": 2.0, "1": 3.0}[str(grid[0, 0].item())],
     "format": lambda x, grid: x * {"02": 2.0, "01": 3.0}[format(grid[0, 0].item(), "02d")],
     "method": lambda x, grid: x * grid[0, 1].item().bit_length(),
-    "shift": lambda x, grid: x * (grid[0, 0].item() << 1),
     "attribute": lambda x, grid: x * grid[0, 0].item().real,
     "class": lambda x, grid: x * grid[0, 0].item().__class__("3"),
     "array": lambda x, grid: x[torch.tensor(np.arange(5)[: grid[0, 0].item()].tolist())],

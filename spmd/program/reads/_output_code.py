@@ -44,6 +44,9 @@ _CHANGE = frozenset(
     )
 )
 _NOT_LED_THROUGH = (types.ModuleType, types.FunctionType, types.CodeType, type, torch.Tensor, torch.nn.Module, str, bytes)
+_RUN_BY_LOGGERS = frozenset(  # libraries add other methods to the class
+    name for fn in vars(logging.Logger).values() if isinstance(fn, types.FunctionType) for name in fn.__code__.co_names
+)
 _MADE_BEFORE = ("__init__", "__new__", "__repr__")  # methods that no output runs
 _MOST_OBJECTS = 1_000
 
@@ -184,7 +187,8 @@ def _methods(value: Any) -> Iterator[types.FunctionType]:
     held = [(attributes_of(value) or {}).items(), *(vars(cls).items() for cls in type(value).__mro__ if cls is not object)]
     for name, found in (item for items in held for item in items):
         fn = found.__func__ if type(found) is types.MethodType else found
-        if name not in _MADE_BEFORE and type(fn) is types.FunctionType and _is_own_function(fn):
+        is_run = name in _RUN_BY_LOGGERS if isinstance(value, logging.Logger) else name not in _MADE_BEFORE
+        if is_run and type(fn) is types.FunctionType and _is_own_function(fn):
             yield fn
 
 

@@ -7,7 +7,7 @@ are leaves; `_results` handles them. Their attributes are taken apart like what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +45,12 @@ class OutputTree:
         shared: the objects from the trace that all calls share, or copy as they are: they are not taken apart.
     """
 
-    def __init__(self, is_before: Callable[[Any], bool], is_stacked: bool) -> None:
+    def __init__(self, is_before: Callable[[Any], bool], is_stacked: bool, stand_ins: Container[int] = ()) -> None:
         """
         Args:
             is_before: whether an object existed before the trace.
             is_stacked: a call gives the numbers of several steps.
+            stand_ins: ids of values of the trace in the place of older ones. See `LiftedNumbers`.
         """
         self.leaves: list[Any] = []
         self.nodes: list[Node] = []
@@ -57,6 +58,7 @@ class OutputTree:
         self.shared: list[Any] = []
         self.pending: list[Pending] = []
         self._is_before, self._is_stacked, self._memory = is_before, is_stacked, SharedMemory(is_before)
+        self._stand_ins = stand_ins
         self._numbers: dict[int, Any] = {}  # by id of its node
         self._refs: dict[int, int] = {}
         self._kept: list[Any] = []
@@ -79,7 +81,7 @@ class OutputTree:
             return self._tensor(value)
         if not is_proxy(value) and isinstance(value, (*PLAIN, Varying, GradientOf)) and not isinstance(value, slice):
             return self._leaf(value)
-        number: Any = value if type(value) in (torch.SymFloat, torch.SymBool) and not self._is_before(value) else None
+        number: Any = value if type(value) in (torch.SymFloat, torch.SymBool) and id(value) not in self._stand_ins else None
         if number is not None:
             value = number = self._numbers.setdefault(id(number.node), number)
         if id(value) in self._refs:

@@ -369,7 +369,8 @@ class Trace:
     def _flattened_results(self, result: Any, effects: list[Effect]) -> tuple[list[Any], list[Node], list[int]]:
         """The leaves, nodes and refs of the result, of the written values, and of the contents of the objects among the arguments."""
         is_stacked = self.arguments.is_stacked
-        taken = OutputTree(lambda value: id(value) in self.numbers.stand_ins or self.reads.is_before(value), is_stacked)
+        stand_ins = self.numbers.stand_ins
+        taken = OutputTree(lambda value: id(value) in stand_ins or self.reads.is_before(value), is_stacked, stand_ins)
         refs = [taken.take(result), *(taken.take(effect.value, effect.is_content) for effect in effects)]
         contents = list(map(contents_of, self.arguments.objects))
         for content in contents:
