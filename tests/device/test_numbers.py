@@ -84,7 +84,7 @@ NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
     "list_index": lambda x: [1, 2, 3][x.long()[0]],
     "cpu_tensor": lambda x: torch.tensor(x.sum().item()),
     "method_of_int": lambda x: x.long().sum().item().bit_length(),
-    "shift": lambda x: x.long().sum().item() >> 1,
+    "numerator": lambda x: x.long().sum().item().numerator,
     "slice": lambda x: x[x.argmax().item() :],
     "end_of_a_range": lambda x: torch.arange(x.long().sum().item(), device=x.device),
     "order_of_a_norm": lambda x: x.norm(x.sum().item()),
