@@ -83,8 +83,8 @@ def module_report(module: nn.Module) -> RulesReport:
     marks = {name: annotation_of(tensor) for name, tensor in tensors.items()}
     meshes = list(dict.fromkeys(mark.mesh for mark in marks.values() if mark is not None))
     if len(meshes) != 1:
-        what = "is not on a mesh" if not meshes else f"is on {len(meshes)} meshes: {', '.join(map(str, meshes))}"
-        raise SpmdError(message(f"{type(module).__name__} {what}", fix="mark it first: spmd.shard_module(model, mesh, rules)"))
+        where = "no mesh" if not meshes else f"{len(meshes)} meshes: {', '.join(map(str, meshes))}"
+        raise SpmdError(message(f"{type(module).__name__} is on {where}", fix="mark it first: spmd.shard_module(model, mesh, rules)"))
     found: list[Placement] = []
     for name, sized in sized_tensors(module).items():
         mark = marks[name]

@@ -166,7 +166,7 @@ def test_device_ids_are_written_short(ids: list[int], text: str) -> None:
 def test_what_lies_nowhere_is_refused() -> None:
     with pytest.raises(spmd.SpmdError, match="is not on a mesh: it is on device 'cpu'(?s:.*)mark_sharding"):
         spmd.visualize(torch.zeros(2))
-    with pytest.raises(spmd.SpmdError, match="MLP is not on a mesh"):
+    with pytest.raises(spmd.SpmdError, match="MLP is on no mesh"):
         spmd.visualize(MLP())
     with pytest.raises(spmd.SpmdError, match="dict cannot be drawn"):
         spmd.visualize({})

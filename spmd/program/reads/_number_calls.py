@@ -80,6 +80,8 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda value, *rest: type(value, *rest) if rest or not is_program_number(value) else type(sample(value))
     if fn is torch.where:
         return where
+    if fn is torch.cond:
+        return lambda condition, *rest, **options: fn(_as_tensor_if_bool(condition), *rest, **options)
     if fn in CONVERSIONS:
         return partial(_converted, fn)
     if fn in CHOICES:
@@ -224,6 +226,11 @@ def matched_value(value: Any, by_parts: bool) -> Any:
     if not is_program_number(value):
         return value
     return known(value) if by_parts else sample(value)
+
+
+def _as_tensor_if_bool(value: Any) -> Any:
+    number: Any = value
+    return torch.full((), number, dtype=torch.bool, device="jax") if _is_truth(value) else value
 
 
 def _is_truth(value: Any) -> bool:
