@@ -7,11 +7,13 @@ of `x[::2]` is in the wrong rows. Paddings of the ends alone make an operand lar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from jax import lax
+from jax.core import max_dim
+from jax.errors import InconclusiveDimensionOperation
 from jax.interpreters import mlir
 
 from spmd.base import _jax
@@ -20,12 +22,13 @@ Edges = tuple[int, int, int]  # elements before (negative: left out), after, and
 
 
 def install() -> None:
-    """Lower the paddings of all jitted functions of this process in this form: those that jax's derivatives make too."""
+    """Lower the paddings of all functions that this process jits over several devices so: those that jax's derivatives make too."""
     mlir.register_lowering(lax.pad_p, _lower)
 
 
 def _lower(ctx: Any, operand: Any, value: Any, *, padding_config: Sequence[Edges]) -> Any:
-    if all(low >= 0 and high >= 0 and not between for low, high, between in padding_config):
+    num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+    if num_devices == 1 or all(_is_sure(lambda e=e: e[0] >= 0 and e[1] >= 0 and e[2] == 0) for e in padding_config):
         return _jax.pad_lower(ctx, operand, value, padding_config=padding_config)
     lowered = mlir.lower_fun(partial(in_steps, padding_config=padding_config), multiple_results=False)
     return lowered(ctx, operand, value)
@@ -34,16 +37,24 @@ def _lower(ctx: Any, operand: Any, value: Any, *, padding_config: Sequence[Edges
 def in_steps(operand: Any, value: Any, padding_config: Sequence[Edges]) -> Any:
     """`lax.pad(operand, value, padding_config)` in steps: elements between others, then at the ends, then those that are left out."""
     for dim, (_, _, between) in enumerate(padding_config):
-        if between and operand.shape[dim] > 1:
+        if between and not _is_sure(lambda n=operand.shape[dim]: n <= 1):
             operand = _spread(operand, value, dim, between)
-    cuts = [(max(-low, 0), max(-high, 0)) for low, high, _ in padding_config]
-    ends = [(max(low, 0), max(high, 0), 0) for low, high, _ in padding_config]
-    is_cut_first = all(before + after <= size for (before, after), size in zip(cuts, operand.shape, strict=True))
+    cuts = [(max_dim(-low, 0), max_dim(-high, 0)) for low, high, _ in padding_config]
+    ends = [(max_dim(low, 0), max_dim(high, 0), 0) for low, high, _ in padding_config]
+    is_cut_first = all(_is_sure(lambda c=c, n=n: c[0] + c[1] <= n) for c, n in zip(cuts, operand.shape, strict=True))
     if is_cut_first:  # otherwise what is left out reaches into the padding of the other end
         operand = _cut(operand, cuts)
-    if any(before or after for before, after, _ in ends):
+    if any(not _is_sure(lambda e=e: e[0] == 0 and e[1] == 0) for e in ends):
         operand = lax.pad(operand, value, ends)
     return operand if is_cut_first else _cut(operand, cuts)
+
+
+def _is_sure(compared: Callable[[], bool]) -> bool:
+    """Whether a comparison holds for all values of the symbols in its sizes."""
+    try:
+        return compared()
+    except InconclusiveDimensionOperation:
+        return False
 
 
 def _spread(operand: Any, value: Any, dim: int, between: int) -> Any:
@@ -57,7 +68,8 @@ def _spread(operand: Any, value: Any, dim: int, between: int) -> Any:
 
 def _cut(operand: Any, cuts: Sequence[tuple[int, int]]) -> Any:
     ends = [size - after for size, (_, after) in zip(operand.shape, cuts, strict=True)]
-    return lax.slice(operand, [before for before, _ in cuts], ends) if any(map(any, cuts)) else operand
+    is_whole = all(_is_sure(lambda c=c: c[0] == 0 and c[1] == 0) for c in cuts)
+    return operand if is_whole else lax.slice(operand, [before for before, _ in cuts], ends)
 
 
 __all__ = ["in_steps", "install"]

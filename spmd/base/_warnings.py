@@ -19,6 +19,7 @@ def warnings_shown(note: Callable[[warnings.WarningMessage], None]) -> Generator
         note(message)
         show(message)
 
+    noting.__wrapped__ = show  # type: ignore[attr-defined]
     _python._showwarnmsg_impl = noting
     try:
         yield

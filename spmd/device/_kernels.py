@@ -29,7 +29,7 @@ from spmd.device._only_device import on_only_device, takes_device
 from spmd.device._overlaps import WRITES_APART, check_in_place, check_out, check_overlap, require_apart
 from spmd.device._refusals import check_cast, check_results
 from spmd.device._storage import Buffer, buffer_of, load, recording, store
-from spmd.device._whole import OfClasses, WholeOp
+from spmd.device._whole import WeightedLoss, WholeOp
 from spmd.lowering import Lowering, lookup, lowerings
 from spmd.lowering._registry import is_composite, listen, resolve
 
@@ -58,7 +58,7 @@ _SPECIAL = {
 # composites whose autograd kernel does more than differentiate the rule
 _WHOLE = {
     "scaled_dot_product_attention": Attention,
-    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"), OfClasses),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"), WeightedLoss),
 }
 # ops that fill a tensor with one number: this one, or the argument `fill_value` if it is None
 _FILLED = {"zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1, "full": None, "full_like": None}

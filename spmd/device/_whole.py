@@ -95,7 +95,7 @@ class WholeOp:
         return result
 
 
-class OfClasses(WholeOp):
+class WeightedLoss(WholeOp):
     """A loss with class weights, whose gradient torch has for probabilities only: for indices, its own formula raises its error."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

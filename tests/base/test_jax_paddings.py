@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import spmd
 from mesh import Mesh
@@ -81,7 +85,8 @@ def test_gradients_of_slices_and_paddings_of_a_sharded_dim(size: int, num: int) 
 @pytest.mark.parametrize("size", [12, 24])
 def test_pools_of_a_replicated_tensor_with_a_sharded_result(pool: Any, size: int) -> None:
     mesh = Mesh(range(8), (2, 4), ("data", "model"))
-    x, other = torch.arange(1.0, size + 1)[None, None], torch.ones(1, 1, size // 3)
+    x = torch.arange(1.0, size + 1, dtype=torch.float64)[None, None]
+    other = torch.ones(1, 1, size // 3, dtype=x.dtype)
 
     def step(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = pool(x, 3, 3, 1) + other
@@ -90,4 +95,27 @@ def test_pools_of_a_replicated_tensor_with_a_sharded_result(pool: Any, size: int
     expected = step(x.clone().requires_grad_(), other)
     replicated = _sharded(x, mesh, None, None, None).detach().requires_grad_()
     for ours, theirs in zip(spmd.compile(step)(replicated, _sharded(other, mesh, None, None, "model")), expected, strict=True):
-        torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-13, atol=1e-13)  # float64: last bits
+
+
+def gradient_of_every_second(x: jax.Array) -> jax.Array:
+    return jax.grad(lambda x: (x[::2] ** 2).sum())(x)
+
+
+def with_an_edge_of_either_sign(x: jax.Array) -> jax.Array:
+    return lax.pad(x[1:], 0.0, [(0, x.shape[0] - 13, 1)])
+
+
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize("spec", [P(), P("data")])
+@pytest.mark.parametrize("fn", [gradient_of_every_second, with_an_edge_of_either_sign])
+def test_paddings_of_sizes_that_vary(fn: Any, spec: P) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    replicated = NamedSharding(mesh, P())
+    jitted = jax.jit(fn, in_shardings=replicated, out_shardings=NamedSharding(mesh, spec))
+    shape = jax.export.symbolic_shape("8*n", constraints=["n>=1"])
+    exported = jax.export.export(jitted)(jax.ShapeDtypeStruct(shape, np.float32))
+    for size in (8, 24, 40):
+        x = np.arange(float(size), dtype=np.float32)
+        found = jax.jit(exported.call)(jax.device_put(x, replicated))
+        assert np.array_equal(np.asarray(found), np.asarray(fn(jnp.asarray(x))))

@@ -1,6 +1,8 @@
 """Functions that functools keeps something behind: caches and implementations by type, as Python has them."""
 
 import functools
+import io
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -305,3 +307,99 @@ def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
             step(torch.ones(2, device="jax"), key)
     assert log == [2]
     assert cached.cache_info().currsize == 1
+
+
+class Listing(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+LOGGER = logging.getLogger("tests.functools")
+
+
+def only(x: torch.Tensor, n: int, once: Any) -> None:
+    once("one")
+
+
+def before_others(x: torch.Tensor, n: int, once: Any) -> None:
+    once("one")
+    LOGGER.warning("step %d", n)
+    once("two")
+    LOGGER.warning("end")
+
+
+def of_the_device(x: torch.Tensor, n: int, once: Any) -> None:
+    LOGGER.warning("begin")
+    once("one")
+    LOGGER.warning("loss %.1f", x.sum().item())
+
+
+def later(x: torch.Tensor, n: int, once: Any) -> None:
+    if n >= 3:
+        once("one")
+    LOGGER.warning("step %d", n)
+
+
+def in_a_branch(x: torch.Tensor, n: int, once: Any) -> None:
+    once("one")
+    LOGGER.warning("constant")
+    if x.sum() > 2:
+        once("two")
+        LOGGER.warning("large")
+    else:
+        LOGGER.warning("small")
+
+
+def of_an_object(x: torch.Tensor, n: int, once: Any) -> None:
+    ADAPTER.once("one")
+    LOGGER.warning("step %d", n)
+
+
+class Adapter(logging.LoggerAdapter):  # type: ignore[type-arg]
+    @functools.lru_cache(None)  # noqa: B019
+    def once(self, text: str) -> None:
+        self.warning(text)
+
+
+ADAPTER = Adapter(LOGGER, {})
+
+
+@pytest.mark.filterwarnings("ignore:.*branches on values of the device")
+@pytest.mark.parametrize("is_cleared", [False, True])
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("fn", [only, before_others, of_the_device, later, in_a_branch, of_an_object])
+def test_a_cached_function_logs_once(fn: Any, is_own: bool, is_cleared: bool) -> None:
+    def calls(device: str) -> tuple[list[Any], int]:
+        file, own = io.StringIO(), Listing()
+        LOGGER.handlers[:], LOGGER.propagate = [own if is_own else logging.StreamHandler(file)], False
+        state = SimpleNamespace(n=0)
+        Adapter.once.cache_clear()
+
+        @functools.lru_cache
+        def once(text: str) -> None:
+            LOGGER.warning(text)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            state.n += 1
+            fn(x, state.n, once)
+            return x + 1
+
+        run: Any = step if device == "cpu" else spmd.compile(step)
+        found = []
+        for k in range(7):
+            run(torch.full((2,), float(k % 4)).to(device))
+            found.append(own.texts.copy() if is_own else file.getvalue())
+            if is_cleared and k == 3 and fn is not of_an_object:
+                once.cache_clear()
+        return found, device == "cpu" or run.num_traces
+
+    try:
+        found, num_traces = calls("jax")
+        assert found == calls("cpu")[0]
+        assert num_traces <= (4 if fn in (later, in_a_branch) else 2) + is_cleared
+    finally:
+        LOGGER.handlers.clear()

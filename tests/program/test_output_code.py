@@ -200,6 +200,7 @@ class State:
         self.show: Any = None
         self.file: Any = None
         self.handler: Any = None
+        self.late: Any = None
 
     def printed(self, text: str) -> None:
         print(text, file=self.file)
@@ -372,3 +373,126 @@ def json_in_its_own(s: Any, x: Any) -> None:
 def test_rows_and_json_are_those_of_python(fn: Any) -> None:
     sink = SINKS["file"]
     assert calls(sink, fn, "jax")[0] == calls(sink, fn, "cpu")[0]
+
+
+def method(s: Any, x: Any) -> None:
+    LOGGER.info("step %d", s.steps)
+
+
+def log(s: Any, x: Any) -> None:
+    LOGGER.log(logging.INFO, "step %d", s.steps)
+
+
+def adapter(s: Any, x: Any) -> None:
+    ADAPTER.info("step %d", s.steps)
+
+
+ADAPTER = logging.LoggerAdapter(LOGGER, {})
+
+
+@pytest.mark.parametrize("fn", [method, log, adapter])
+def test_a_record_of_a_level_that_is_off_is_no_output_until_it_is_on(fn: Any) -> None:
+    def calls_of(device: str) -> tuple[list[Any], Any]:
+        state = State()
+        shown, restore = SINKS["handler"](state)
+        LOGGER.setLevel(logging.WARNING)
+
+        def of_state(x: torch.Tensor) -> Any:
+            state.steps += 1
+            fn(state, x)
+            return x * len(state.handler.texts) + state.steps
+
+        run: Any = of_state if device == "cpu" else spmd.compile(of_state)
+        found = []
+        try:
+            for k in range(CALLS + 2):
+                if k == CALLS - 2:
+                    LOGGER.setLevel(logging.INFO)
+                found.append((run(torch.full((2,), float(k)).to(device)).tolist(), shown()))
+        finally:
+            restore()
+        return found, run
+
+    found, run = calls_of("jax")
+    assert found == calls_of("cpu")[0]
+    assert run.num_traces <= CALLS
+
+
+def install_handler(s: State) -> None:
+    LOGGER.addHandler(s.late)
+
+
+def install_filter(s: State) -> None:
+    LOGGER.handlers[0].addFilter(s.late.filter_of)
+
+
+def install_output(s: State) -> None:
+    sys.stdout = s.late
+
+
+def install_warnings(s: State) -> None:
+    warnings.showwarning = s.late.show
+
+
+class Late(logging.Handler):
+    """Counts what it gets, installed as a handler, a filter, the standard output, or a function that shows warnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.num += 1
+
+    def filter_of(self, record: logging.LogRecord) -> bool:
+        self.num += 1
+        return True
+
+    def write(self, text: str) -> int:
+        self.num += 1
+        return len(text)
+
+    def show(self, *given: Any) -> None:
+        self.num += 1
+
+
+def with_print(s: Any, x: Any) -> None:
+    print("step", s.steps)
+
+
+def with_warning(s: Any, x: Any) -> None:
+    warnings.warn(f"step {s.steps}", RuntimeWarning, stacklevel=1)
+
+
+INSTALLED = [(install_handler, method), (install_filter, method), (install_output, with_print), (install_warnings, with_warning)]
+
+
+@pytest.mark.parametrize(("install", "fn"), INSTALLED)
+@pytest.mark.parametrize("is_read", [False, True])
+def test_code_that_is_installed_between_calls_is_seen(install: Any, fn: Any, is_read: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def calls_of(device: str) -> list[Any]:
+        state = State()
+        _, restore = logging_to(lambda state: logging.StreamHandler(state.memory))(state)
+        state.late = Late()
+        before = sys.stdout
+
+        def of_state(x: torch.Tensor) -> Any:
+            state.steps += 1
+            fn(state, x)
+            return x * (state.late.num if is_read else 1) + state.steps
+
+        run: Any = of_state if device == "cpu" else spmd.compile(of_state)
+        found = []
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            try:
+                for k in range(CALLS):
+                    if k == 3:
+                        install(state)
+                    found.append((run(torch.full((2,), float(k)).to(device)).tolist(), state.late.num))
+            finally:
+                sys.stdout = before
+                restore()
+        return [*found, state.memory.getvalue()]
+
+    assert calls_of("jax") == calls_of("cpu")

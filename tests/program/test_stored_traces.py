@@ -28,7 +28,6 @@ NOT_STORED = {  # cases by the reason why a second process traces again
         a_hook_of_an_optimizer weight_norm""",
     "the trace wrote to a file, or the file was written again": "a_file_that_is_written a_file_that_is_read",
     "a gradient from before": "a_gradient_from_before",
-    "the trace is repeated with all output at the end of the call, for a handler of the user's": "the_level_of_a_logger",
 }
 TRACED_AGAIN = {name for names in NOT_STORED.values() for name in names.split()}
 

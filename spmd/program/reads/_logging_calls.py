@@ -14,7 +14,17 @@ from spmd.program.reads._hidden_state import IN_MEMORY
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
 
-_LOGS = frozenset(("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "handle", "callHandlers"))
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+    "exception": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "fatal": logging.CRITICAL,
+}
+_LOGS = frozenset((*_LEVELS, "log", "handle", "callHandlers"))
 
 
 def note_logging(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
@@ -30,6 +40,19 @@ def note_logging(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
         _read_loggers(recording, logger)
     elif isinstance(owner, logging.Filterer):
         _note_setting(recording, name, owner)
+
+
+def is_off(fn: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call of a method of a logger, or of a function of `logging`, makes no record: its level is off."""
+    if getattr(fn, "__module__", None) != "logging":
+        return False
+    level = args[0] if fn.__name__ == "log" and args else _LEVELS.get(fn.__name__)
+    logger: Any = getattr(fn, "__self__", logging.root)
+    while isinstance(logger, logging.LoggerAdapter):
+        logger = logger.logger
+    if not isinstance(level, int) or not isinstance(logger, logging.Logger):
+        return False
+    return logger.disabled or level <= logger.manager.disable or level < logger.getEffectiveLevel()
 
 
 def _note_setting(recording: Recording, name: str, owner: Any) -> None:
@@ -66,4 +89,4 @@ def _read_handler(recording: Recording, handler: Any) -> None:
             recording.mutate(buffer)
 
 
-__all__ = ["note_logging"]
+__all__ = ["is_off", "note_logging"]

@@ -90,7 +90,8 @@ class Cache:
         missing in three cases: it holds tensors, which do not stay in the cache after the trace; the function wrote something, which
         a cached result would not write again; or code can write to it, as to a list or an object, which the cache keeps from then on.
         """
-        misses, num_effects = self.fn.cache_info().misses, _num_effects(recording)
+        misses, journal = self.fn.cache_info().misses, recording.journal
+        num_writes, num_outputs = journal.num_writes, len(journal.outputs)
         is_inner = any(cache.is_running for cache in recording.caches.values())  # later calls find the outer result
         was_running, self.is_running = self.is_running, True
         try:
@@ -108,7 +109,7 @@ class Cache:
         self._missed.append(key)
         if _holds(result, Varying):
             raise NumbersNeeded
-        if (is_of_trace := _holds(result, _OF_TRACE)) or _num_effects(recording) > num_effects or not _is_immutable(result):
+        if (is_of_trace := _holds(result, _OF_TRACE)) or journal.num_writes > num_writes or not _is_immutable(result):
             recording.read_missing(self.fn, self.results, key, f"{title}[{{!r}}]")
             if not is_of_trace:  # a call whose key was evicted is traced again: it leaves the key in the cache
                 self.found += _all_inside(result)  # what is written to it from now on is written after each call
@@ -118,6 +119,8 @@ class Cache:
             self._note_tensors(result)
         else:
             self._kept.add(key)
+            for output in journal.outputs[num_outputs:]:
+                output.forget = functools.partial(self.results.pop, key, None)
             self._repeat(args, kwargs, is_inner)
         return result
 
@@ -187,11 +190,6 @@ def require_unwritten(caches: Iterable[Cache]) -> None:
                     fix=f"write to a copy: {name}(...).clone()",
                 )
             )
-
-
-def _num_effects(recording: Recording) -> int:
-    """The number of writes and outputs of the trace so far."""
-    return recording.journal.num_writes + len(recording.journal.outputs)
 
 
 def _holds(value: Any, kinds: Any) -> bool:

@@ -13,13 +13,14 @@ import array
 import collections
 import dis
 import gc
+import inspect
 import logging
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import content_of
 
 if TYPE_CHECKING:
+    from spmd.program.reads._questions import Question
     from spmd.program.reads._recorder import Recording
     from spmd.program.trace._trace_settings import TraceSettings
 
@@ -119,18 +121,37 @@ def own_code(fn: Any, args: Iterable[Any]) -> OwnCode | None:
     return OwnCode(objects, list(_places_of(objects))) if objects else None
 
 
+def question_of_own_code(fn: Any) -> Question:
+    """What tells whether a call of an output function runs other code of the user's than before: the functions and objects of that code."""
+    name, owner = fn.__name__, getattr(fn, "__self__", None)
+    return ("own code", id(owner), name), f"what {name}() runs", partial(_identities, fn, dict[int, Any]())
+
+
+def _identities(fn: Any, kept: dict[int, Any]) -> tuple[Any, ...]:
+    """`kept`: gets the objects of the user's, so that no later one has the id of one of them."""
+    found = [value.__self__ if type(value) is types.MethodType else value for value in _run_by(fn)]
+    own = [value for value in found if _is_own_function(value) or isinstance(value, IN_MEMORY) or not is_library(type(value).__module__)]
+    kept.update((id(value), value) for value in own)
+    return tuple(map(id, own))
+
+
+def _run_by(fn: Any) -> list[Any]:
+    """The functions and objects whose code a call of an output function may run, other than its owner and arguments."""
+    if fn is warnings.warn:
+        found = _of_warnings()
+    elif getattr(fn, "__module__", None) == "logging":
+        found = _of_logger(getattr(fn, "__self__", None))
+    else:
+        found = iter([sys.stdout])
+    return [inspect.unwrap(value) if type(value) is types.FunctionType else value for value in found]
+
+
 def _own_objects(fn: Any, args: Iterable[Any]) -> Iterator[Any]:
     owner = getattr(fn, "__self__", None)
     held = attributes_of(owner) or {}
     files = [owner, *(held.get(name) for name in ("fp", "file", "stream")), *files_of_rows(owner)]
-    if fn is warnings.warn:
-        found = [*_of_warnings()]
-    elif getattr(fn, "__module__", None) == "logging":
-        found = [*_of_logger(owner)]
-    else:
-        found = list[Any]()
-        files += [sys.stdout]
-    yield from (value for value in (*files, *args) if has_own_write(value))
+    found = _run_by(fn)
+    yield from (value for value in (*files, *found, *args) if has_own_write(value))
     yield from (value for value in (*files, *found) if isinstance(value, IN_MEMORY))
     for value in found:
         its = value.__self__ if type(value) is types.MethodType else value
@@ -289,4 +310,4 @@ def _value(holder: Any, key: Any) -> Any:
     return ABSENT if copied is None else copied[0]()
 
 
-__all__ = ["OutputsAtOnce", "OutputsPutOff", "OwnCode", "files_of_rows", "has_own_write", "own_code"]
+__all__ = ["OutputsAtOnce", "OutputsPutOff", "OwnCode", "files_of_rows", "has_own_write", "own_code", "question_of_own_code"]

@@ -29,8 +29,17 @@ from spmd.program.reads._hidden_state import is_in_memory, is_output
 from spmd.program.reads._hooks import without_hooks
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._library import starts_trace, user_frame
+from spmd.program.reads._logging_calls import is_off
 from spmd.program.reads._number_place import ABSENT
-from spmd.program.reads._output_code import OutputsAtOnce, OutputsPutOff, OwnCode, files_of_rows, has_own_write, own_code
+from spmd.program.reads._output_code import (
+    OutputsAtOnce,
+    OutputsPutOff,
+    OwnCode,
+    files_of_rows,
+    has_own_write,
+    own_code,
+    question_of_own_code,
+)
 from spmd.program.reads._output_settings import is_kept, settings_of
 from spmd.program.reads._pending import NotTaken, Pending, holds_copies, is_known_before, is_unknown, not_taken, parts_in, pending
 from spmd.program.reads._pending_texts import TextsNeeded, text_method
@@ -118,6 +127,9 @@ def noted_output(
     if is_kept(fn, recording.journal.shown):
         _require_known(recording, fn, args)
         return record(recording, fn, args)
+    if is_off(fn, args):
+        return record(recording, fn, args)
+    recording.ask_all([question_of_own_code(fn)])
     journal, own = recording.journal, own_code(fn, args)
     is_late = any(output.is_late for output in journal.outputs)
     if not is_late and own is not None and journal.puts_off is None and not journal.is_in_part:
@@ -327,7 +339,7 @@ def _require_apart(recording: Recording) -> None:
         if output.own is not None and (not output.is_late or output.own.is_used(recording)):
             raise _needed_now(recording, late, _own_code_used(output))
     for (stream, line), output in itertools.product(journal.positions, late):
-        if any(file is stream or _is_at(file, getattr(stream, "name", None)) for file in files_of(output)):
+        if any(file is stream or _is_at(file, getattr(stream, "name", None)) for file in _files_of(output)):
             raise _needed_now(recording, late, _position_used(output, line))
 
 
@@ -340,7 +352,7 @@ def require_no_output(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
     if is_unknown(*args) or holds_copies(*args):
         raise _in_memory(fn)
     for output in recording.journal.outputs:
-        if output.is_late and any(stream is fn.__self__ for stream in files_of(output)):
+        if output.is_late and any(stream is fn.__self__ for stream in _files_of(output)):
             raise _in_memory(output.fn)
 
 
@@ -358,7 +370,7 @@ def require_no_late_output(recording: Recording, paths: Iterable[Any]) -> None:
     """
     late = [output for output in recording.journal.outputs if output.is_late]
     for output, path in itertools.product(late, paths):
-        if any(_is_at(file, path) for file in files_of(output)):
+        if any(_is_at(file, path) for file in _files_of(output)):
             raise TraceError(
                 message(
                     f"the file {os.fspath(path)!r} is read after {_name(output.fn)} of a number of the device to it",
@@ -369,7 +381,7 @@ def require_no_late_output(recording: Recording, paths: Iterable[Any]) -> None:
             )
 
 
-def files_of(output: Output) -> Iterator[Any]:
+def _files_of(output: Output) -> Iterator[Any]:
     """The files, or their paths, that an output may write to: also those of a logger, a writer of CSV or a progress bar."""
     owner: Any = getattr(output.fn, "__self__", None)
     yield from (*output.streams, owner)

@@ -59,6 +59,8 @@ class Output:
         is_late: whether it is done when a call ends. Otherwise the trace has done it.
         settings: what decided where it goes, see `settings_of`.
         own: the code of the user's that it runs; None if there is none.
+        forget: drops the result of the function with a cache that has made it, which later calls find: they do not make the output.
+            None if every call makes it.
     """
 
     fn: Callable[..., Any]
@@ -69,6 +71,7 @@ class Output:
     is_late: bool
     settings: tuple[Any, ...]
     own: OwnCode | None
+    forget: Callable[[], object] | None = None
 
 
 def repeated(outputs: Sequence[Output], num_written: int, is_before: Callable[[Any], bool]) -> list[Effect]:
@@ -158,6 +161,7 @@ class _Put:
 
     def __init__(self, output: Output, files: dict[int, FileOfCall], is_done: bool) -> None:
         self._is_done = is_done
+        self._forget, self._is_over = output.forget, False
         self._files = {number: files[number] for number in map(id, output.streams) if number in files}
         owner = getattr(output.fn, "__self__", None)
         its = next((self._files[id(file)] for file in (owner, *files_of_rows(owner)) if id(file) in self._files), None)
@@ -166,8 +170,9 @@ class _Put:
             self._fn = called_at_line(line, None, self._fn)
 
     def __call__(self, arguments: tuple[Any, dict[str, Any]]) -> None:
-        if self._is_done:  # by the trace, just before this call
-            self._is_done = False
+        is_done, self._is_done = self._is_done or self._is_over, False  # done by the trace, just before this call
+        self._is_over = self._forget is not None
+        if is_done:
             return
         given, options = arguments
         self._fn(*map(self._of_call, given), **{name: self._of_call(value) for name, value in options.items()})
@@ -175,7 +180,12 @@ class _Put:
     def take(self) -> bool:
         """Whether it was done for the next call, which does it from now on."""
         is_done, self._is_done = self._is_done, False
-        return is_done
+        if self._forget is None:
+            return is_done
+        if not is_done and not self._is_over:
+            self._forget()
+        self._is_over = True
+        return False
 
     def _of_call(self, value: Any) -> Any:
         return self._files[id(value)].file if id(value) in self._files else value

@@ -46,6 +46,8 @@ class Messages:
                 made.append(record)
             return record
 
+        noting.__wrapped__ = make  # type: ignore[attr-defined]
+
         def note(message: warnings.WarningMessage) -> None:
             if threading.get_ident() == here:
                 self._note_warning(message)
