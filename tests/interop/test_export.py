@@ -4,6 +4,7 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,19 @@ class Counting(torch.optim.Optimizer):
             state = self.state[parameter]
             state["count"] = state.get("count", 0) + 1
             parameter.sub_(parameter.grad / state["count"])
+
+
+def test_a_variable_that_is_set_and_reset_is_no_change(tmp_path: Path) -> None:
+    collector = SimpleNamespace(found=None, is_active=False)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        collector.found, collector.is_active = [x], True
+        y = x * len(collector.found)
+        collector.found, collector.is_active = None, False
+        return y + 1
+
+    program = load(spmd.export(fn, (batch(3, 5),), tmp_path / "fn.spmd"))
+    np.testing.assert_array_equal(program({}, batch(3, 5).numpy())[1], batch(3, 5) + 1)
 
 
 def test_an_optimizer_that_counts_in_python_is_refused(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ class Effect:
 
     def of_program(self) -> Effect:
         """The write as a program keeps it: without values that are not plain, which would keep what is in them alive, up to the trace."""
-        return replace(self, before=ABSENT, value=self.value if isinstance(self.value, PLAIN) else ABSENT)
+        before, value = (kept if isinstance(kept, PLAIN) else ABSENT for kept in (self.before, self.value))
+        return replace(self, before=before, value=value)
 
 
 @dataclass
