@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import import_module
@@ -124,6 +125,13 @@ def stance() -> str:
 def skip_in_dynamo(package: str) -> None:
     """Make Dynamo skip all functions of a package from now on."""
     _named("torch._dynamo.trace_rules", "add")(package)
+
+
+def only_inlined_by_dynamo(code: types.CodeType) -> None:
+    """Make Dynamo skip calls of a function that it meets outside of a graph, with all that they call. In a graph it is inlined."""
+    skip = _named("torch._C._dynamo.eval_frame", "_FrameAction").SKIP
+    strategy = _named("torch._C._dynamo.eval_frame", "_FrameExecStrategy")(skip, skip)
+    _named("torch._C._dynamo.eval_frame", "set_code_exec_strategy")(code, strategy)
 
 
 @functools.cache

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
-from spmd.base._torch_late import skip_in_dynamo
+from typing import Any
+
+from spmd.base._torch_late import only_inlined_by_dynamo, skip_in_dynamo
+from spmd.sharding._tensor import XLAShardedTensor
 
 SKIPPED = (
     "jax",
@@ -28,6 +31,8 @@ def register() -> None:
     """Make Dynamo skip this code from now on."""
     for name in SKIPPED:
         skip_in_dynamo(name)
+    function: Any = XLAShardedTensor.__torch_function__
+    only_inlined_by_dynamo(function.__func__.__code__)
 
 
 __all__ = ["SKIPPED", "register"]

@@ -168,7 +168,7 @@ class XLAShardedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give results this class by setting `__class__`. torch would return aliases, and an alias cannot be detached in place."""
         if torch.compiler.is_dynamo_compiling():
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs or {})
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented
         with DisableTorchFunctionSubclass():
