@@ -177,6 +177,8 @@ class XLAShardedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         buffer = buffer_of(self) if self.device.type == "jax" else None
+        if recording.get() is not None and buffer is not None and is_tracer(buffer.value):  # refused by name, as that of any tensor
+            return repr(self.as_subclass(torch.Tensor))
         spec = self.sharding_spec if buffer is None or buffer.dropped is None else None
         if spec is None and buffer is None:  # torch keeps the class in .cpu()
             return repr(self.as_subclass(torch.Tensor))

@@ -192,3 +192,29 @@ def test_a_slice_is_an_argument_by_its_ends() -> None:
     for rows in (slice(0, 2), slice(0, 2), slice(1, None), slice(None, None, 2)):
         assert_same(step(on_device(batch(3)), rows), batch(3)[rows] * 2)
     assert step.num_traces == 3
+
+
+def checkpointed(fn: Any, *args: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("run", [lambda fn, *args: fn(*args), checkpointed])
+def test_a_size_stays_a_size(run: Any) -> None:
+    seen: list[Any] = []
+
+    def scaled(x: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        seen.append((type(size), size.numel()))
+        return x * size.numel()
+
+    def step(x: torch.Tensor, size: torch.Size, kept: dict[str, Any]) -> tuple[Any, ...]:
+        y = x.clone().requires_grad_()
+        run(scaled, y, size).sum().backward()
+        return y.grad, size, kept["size"], type(kept["sizes"][0]) is torch.Size
+
+    compiled = spmd.compile(step)
+    for size in (torch.Size([2, 3]), torch.Size([2, 3]), torch.Size([4])):
+        given = size, {"size": size, "sizes": [size]}
+        expected = step(torch.ones(2), *given)
+        assert_same(compiled(torch.ones(2).to("jax"), *given), expected)
+    assert set(seen) == {(torch.Size, 6), (torch.Size, 4)}
+    assert compiled.num_traces == 2

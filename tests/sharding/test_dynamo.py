@@ -147,3 +147,37 @@ def test_meshes_and_specs_are_written_as_code_that_makes_them(mesh_4x2: mesh.Mes
     for value in (mesh_4x2, mesh.PartitionSpec("data", None), mesh.ShardingSpec(mesh_4x2, ("data", ("model",)))):
         text, names = value.__fx_repr__()  # pyright: ignore[reportAttributeAccessIssue]
         assert eval(text, dict(names)) == value
+
+
+OF_PYTHON = [lambda x: x**2, lambda x: 1 - x, lambda x: 2 / x, lambda x: 2.0**x, lambda x: x // 2, lambda x: (x - 1) ** 2 * (1 - x)]
+
+
+@pytest.mark.parametrize("backend", ["spmd", "eager"])
+@pytest.mark.parametrize("fn", OF_PYTHON)
+def test_operators_that_torch_writes_in_python(fn: Any, backend: str, mesh_4x2: mesh.Mesh) -> None:
+    x = batch(8, 4).abs() + 0.5
+    marked = spmd.mark_sharding(x.to("jax"), mesh_4x2, ("data", None))
+    assert_same(torch.compile(fn, backend=backend)(marked), torch.compile(fn, backend="eager")(x))
+
+
+def test_a_compiled_step_of_a_marked_tensor_in_a_graph_break(mesh_4x2: mesh.Mesh) -> None:
+    step = spmd.compile(lambda x: x * 2)
+    outer = torch.compile(lambda x: step(x + 1) - x, backend="spmd")
+    for k in range(3):
+        x = batch(8, 4, seed=k)
+        assert_same(outer(spmd.mark_sharding(x.to("jax"), mesh_4x2, ("data", None))), (x + 1) * 2 - x)
+    assert step.num_traces == 1
+
+
+def test_functions_of_marked_tensors_are_no_graphs_of_their_own(mesh_4x2: mesh.Mesh) -> None:
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model = copy.deepcopy(host).to("jax")
+    x = batch(8, 4)
+    marked = spmd.mark_sharding(x.to("jax"), mesh_4x2, ("data", None))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            for fn in (lambda m, x: m(x), lambda m, x: m(x) ** 2):
+                for train in (True, False):
+                    run = torch.compile(fn, backend="spmd")
+                    assert_same(run(model.train(train), marked), fn(host.train(train), x))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import jax
@@ -93,9 +94,22 @@ def test_repr_shows_values_layout_and_gradient_flag(mesh_4x2: mesh.Mesh) -> None
     want = "XLAShardedParameter(float32[64, 32], spec=('data', None), mesh=Mesh(data=4, model=2), requires_grad=True)"
     assert repr(big) == want
     assert _counters.snapshot() == {}
-    shown: list[str] = []
-    spmd.compile(lambda x: (shown.append(repr(x)), x * 2)[1])(small)
-    assert shown == ["XLAShardedTensor(float32[4], spec=('data',), mesh=Mesh(data=4, model=2))"]
+
+
+@pytest.mark.parametrize("show", [repr, str, print, "{}".format])
+def test_a_text_of_a_traced_tensor_is_refused_as_that_of_a_tensor_without_a_layout(show: Any, mesh_4x2: mesh.Mesh) -> None:
+    marked = spmd.mark_sharding(torch.arange(4.0).to("jax"), mesh_4x2, ("data",))
+    with pytest.raises(spmd.TraceError, match=r"a tensor of the traced program, float32\[4\], was printed or made a string"):
+        spmd.compile(lambda x: (show(x), x * 2)[1])(marked)
+
+
+def test_an_f_string_of_a_traced_number_is_made_when_the_call_ends(mesh_4x2: mesh.Mesh) -> None:
+    texts: list[str] = []
+    step = spmd.compile(lambda x: (texts.append(f"loss {x.mean():.3f}, {x.sum()}"), x * 2)[1])
+    for k in range(3):
+        step(spmd.mark_sharding(torch.full((4,), k + 0.5).to("jax"), mesh_4x2, ("data",)))
+    assert texts == [f"loss {k + 0.5:.3f}, {4 * (k + 0.5)}" for k in range(3)]
+    assert step.num_traces == 1
 
 
 def test_a_result_on_one_device_has_no_layout() -> None:
@@ -133,6 +147,23 @@ def test_a_copy_keeps_class_layout_and_gradient_flag(mesh_4x2: mesh.Mesh) -> Non
     with torch.no_grad():
         weight.zero_()
     assert model.up.weight.abs().sum().item() > 0
+
+
+def test_a_parameter_of_a_marked_tensor_is_one_and_so_are_its_copies(mesh_4x2: mesh.Mesh) -> None:
+    marked = spmd.mark_sharding(batch(8, 4).to("jax"), mesh_4x2, ("data", None))
+    module = nn.Module()
+    module.weight = nn.Parameter(marked)
+    made = (copy.copy(module.weight), copy.deepcopy(module.weight), copy.deepcopy(module).weight)
+    for parameter in (module.weight, *made):
+        assert type(parameter) is type(spmd.mark_sharding(nn.Parameter(batch(8, 4).to("jax")), mesh_4x2, ("data", None)))
+        assert isinstance(parameter, nn.Parameter) and parameter.is_leaf and parameter.requires_grad
+        assert tuple(parameter.partition_spec) == ("data", None)
+        assert torch.equal(parameter.detach().cpu(), batch(8, 4))
+    assert isinstance(pickle.loads(pickle.dumps(module.weight)), nn.Parameter)
+    module.weight = made[1]
+    with torch.no_grad():
+        nn.Parameter(marked, requires_grad=False).mul_(2)
+    assert torch.equal(marked.cpu(), batch(8, 4) * 2)
 
 
 def test_a_saved_state_loads_on_the_cpu(mesh_4x2: mesh.Mesh) -> None:

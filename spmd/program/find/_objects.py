@@ -99,7 +99,7 @@ def _flattened(value: Any, known: Sequence[Any], is_container: Callable[[Any], b
     numbers = {id(o): i for i, o in enumerate(objects)}
 
     def part_of(container: Any) -> Part:
-        flat, spec = pytree.tree_flatten(container)
+        flat, spec = pytree.tree_flatten(container, is_leaf=is_size)
         found: list[int | None] = []
         for leaf in flat:
             if id(leaf) not in numbers and not is_a(leaf, PLAIN) and is_container(leaf):
@@ -115,6 +115,11 @@ def _flattened(value: Any, known: Sequence[Any], is_container: Callable[[Any], b
     for instance in objects:  # the list grows during the loop: the contents of an object may contain others
         parts.append((type(instance), part_of(contents_of(instance))))
     return Flat(leaves, Tree(root, tuple(parts)), objects)
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a torch.Size: a leaf, because torch would make a tuple of it again."""
+    return type(value) is torch.Size
 
 
 def unflatten(leaves: Sequence[Any], tree: Tree, objects: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
@@ -243,5 +248,6 @@ __all__ = [
     "flatten",
     "is_holder",
     "is_object",
+    "is_size",
     "unflatten",
 ]

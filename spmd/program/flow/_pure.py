@@ -25,6 +25,7 @@ from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program.find._discover import reachable
+from spmd.program.find._objects import is_size
 from spmd.program.flow._joint import Joint, captured_by, trace_joint
 from spmd.program.reuse._signature import modes
 
@@ -61,7 +62,7 @@ def assume_pure(fn: Callable[P, R]) -> Callable[P, R]:
     def pure(*args: P.args, **kwargs: P.kwargs) -> R:
         if recording.get() is not None or is_tracing():
             return fn(*args, **kwargs)
-        flat, tree = pytree.tree_flatten((args, kwargs))
+        flat, tree = pytree.tree_flatten((args, kwargs), is_leaf=is_size)
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         with_gradient = torch.is_grad_enabled()
         wanted = [with_gradient and t.requires_grad for t in tensors]

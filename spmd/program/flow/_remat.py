@@ -28,6 +28,7 @@ from spmd.device._fence import fenced, is_fencing
 from spmd.device._saved_results import SavedResults
 from spmd.device._storage import is_device_tensor, recording
 from spmd.patches._table import current, replaced
+from spmd.program.find._objects import is_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = str | Callable[[str], bool]
@@ -87,7 +88,7 @@ def _recomputed(fn: Callable[..., Any], policy: Callable[[str], bool]) -> Callab
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if flowing and is_fencing():  # the second time, in the backward pass
-                flat, tree = pytree.tree_flatten((args, kwargs))
+                flat, tree = pytree.tree_flatten((args, kwargs), is_leaf=is_size)
                 args, kwargs = pytree.tree_unflatten(_behind_barrier(flat, flowing), tree)
             return fn(*args, **kwargs)
 

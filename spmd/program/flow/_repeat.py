@@ -18,6 +18,7 @@ from spmd.base._errors import SpmdError, TraceError, message
 from spmd.base._torch import pytree
 from spmd.device._random_stream import advanced
 from spmd.device._storage import buffer_of, wrap_strided
+from spmd.program.find._objects import is_size
 from spmd.program.reads import ABSENT, PLAIN, Effect
 
 
@@ -27,7 +28,7 @@ def first_of_stack(args: Any, kwargs: Any, steps: int) -> tuple[Any, Any]:
     Raises:
         SpmdError: a tensor argument has no first dim of size `steps`, or that dim is sharded.
     """
-    flat, tree = pytree.tree_flatten((args, kwargs))
+    flat, tree = pytree.tree_flatten((args, kwargs), is_leaf=is_size)
     made: dict[int, torch.Tensor] = {}  # the same tensor in two arguments stays one tensor
     for i, value in enumerate(flat):
         if isinstance(value, torch.Tensor):

@@ -27,6 +27,7 @@ from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._output_code import OutputsAtOnce
 from spmd.program.reads._pending import Pending, holds_copies, is_made_late, pending, sample_of
 from spmd.program.reads._varying import Varying
+from spmd.sharding._tensor import XLAShardedTensor
 
 if TYPE_CHECKING:
     from spmd.program.reads._recorder import Recording
@@ -101,7 +102,12 @@ def formatted(recording: Recording, value: Any, spec: Any, conversion: int, is_p
         value, spec, conversion: see `f_string`.
         is_part: the text is a part of a longer one, so a number may wait as a `Later`.
     """
-    if type(value) in (torch.Tensor, HostCopy) and not conversion and not value.dim() and is_device_tensor(held_of(value)):
+    if (
+        type(value) in (torch.Tensor, XLAShardedTensor, HostCopy)
+        and not conversion
+        and not value.dim()
+        and is_device_tensor(held_of(value))
+    ):
         value = value.item()  # as `Tensor.__format__`
     if type(spec) is not Pending and is_part and (type(value) is Varying or is_program_number(value)):
         return Later(value, spec, conversion)
