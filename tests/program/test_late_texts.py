@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import re
 import types
 import warnings
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import spmd
+from mesh import Mesh
 
 Fn = Callable[[torch.Tensor, int, Any], Any]
 
@@ -136,3 +138,58 @@ def test_a_learning_rate_that_is_printed_needs_no_trace(capsys: pytest.CaptureFi
         step(torch.ones(2).to("jax"))
     assert capsys.readouterr().out.splitlines() == [f"lr {0.1 * (i + 1):.2f}" for i in range(5)]
     assert step.num_traces <= 2
+
+
+OF_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "format method": lambda x: "{:.3f} {} {a:>8.1e}".format(x.sum(), x.mean(), a=x.max()),  # noqa: UP032
+    "format of an int": lambda x: "{:d} {:05d}".format(x.long().sum(), x.long().max()),  # noqa: UP032
+    "format of a width": lambda x: "{:{}.2f}|{{}}".format(x.sum(), 8),
+    "format function": lambda x: format(x.sum(), ".2f") + format(x.mean()),
+    "an item of a tensor": lambda x: "{0[0]:.1f} {0.shape}".format(x),  # noqa: UP032
+    "%": lambda x: "loss %.2f" % x.sum(),  # noqa: UP031
+    "% of several": lambda x: "%d of %.1e %% %s" % (x.sum(), x.mean(), "steps"),  # noqa: UP031
+    "% by name": lambda x: "%(a).2f %(b)s" % {"a": x.sum(), "b": 3},  # noqa: UP031
+    "% of an int": lambda x: "%d %x" % (x.long().sum(), x.long().max()),  # noqa: UP031
+    "joined": lambda x: "/".join(["%.1f" % v for v in x]),  # noqa: UP031
+    "printed": lambda x: print("loss {:.2f}".format(x.sum()), "%.3f" % x.mean()),  # noqa: UP031, UP032
+    "math": lambda x: (math.sqrt(x.sum()), math.isfinite(x.mean()), math.floor(x.mean())),
+}
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+@pytest.mark.parametrize("is_marked", [False, pytest.param(True, marks=pytest.mark.multidevice(num=8))])
+def test_a_number_in_a_tensor_is_formatted_when_the_call_ends(name: str, is_marked: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    fn = OF_TENSORS[name]
+    step = spmd.compile(fn)
+    values = [torch.arange(8.0) * k + 0.25 for k in (1, 3, 2)]
+    expected, shown = list(map(fn, values)), capsys.readouterr().out
+    mesh = Mesh(range(8), (4, 2), ("data", "model")) if is_marked else None
+    found = [step(spmd.mark_sharding(x.to("jax"), mesh, ("data",)) if mesh else x.to("jax")) for x in values]
+    assert (found, capsys.readouterr().out) == (expected, shown)
+    assert step.num_traces == 1
+
+
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "too few": lambda x: "%.2f %.2f" % x.sum(),  # noqa: UP031
+    "too many": lambda x: "%.2f" % (x.sum(), x.mean()),  # noqa: F507, UP031
+    "wrong type": lambda x: "{:d}".format(x.sum()),  # noqa: UP032
+    "no field": lambda x: "{:.2f} {:.2f}".format(x.sum()),  # noqa: F524
+    "open brace": lambda x: "{:.2f} {".format(x.sum()),  # noqa: F521
+    "all elements": lambda x: "%.2f" % x,  # noqa: UP031
+    "a format of elements": lambda x: "{:.2f}".format(x),  # noqa: UP032
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_format_of_a_number_in_a_tensor_raises_what_python_raises(name: str) -> None:
+    x = torch.arange(8.0)
+    with pytest.raises(Exception, match=".") as expected:
+        WRONG[name](x)
+    with pytest.raises(type(expected.value)):
+        spmd.compile(WRONG[name])(x.to("jax"))
+
+
+@pytest.mark.parametrize("fn", [lambda x: "%s" % x.sum(), lambda x: "{!r}".format(x.sum()), lambda x: f"{x.sum()!s}"])  # noqa: UP031, UP032
+def test_the_text_of_a_tensor_itself_is_refused(fn: Callable[[torch.Tensor], str]) -> None:
+    with pytest.raises(spmd.TraceError, match="was printed or made a string"):
+        spmd.compile(fn)(torch.arange(8.0).to("jax"))

@@ -74,6 +74,7 @@ from spmd.program.reads._process_settings import TEXTS, questions_of_call, setti
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
 from spmd.program.reads._random_generators import exact_state
 from spmd.program.reads._source_text import note_source
+from spmd.program.reads._tensor_numbers import for_tensors
 from spmd.program.reads._trace_errors import refused
 from spmd.program.reads._varying import (
     NumberMethod,
@@ -204,8 +205,8 @@ def _library_object(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Non
 
 def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
-    instead = for_known_items(fn, args) or for_pending(recording, fn, args, _takes_varying, _record)
-    instead = instead or with_key_function(recording, fn, args)
+    instead = for_known_items(fn, args) or for_tensors(recording, fn, args, note_call)
+    instead = instead or for_pending(recording, fn, args, _takes_varying, _record) or with_key_function(recording, fn, args)
     if (instead := instead or with_readers(recording, fn, args)) is not None:
         return instead
     if (instead := _call_with_varying(recording, fn, args)) is not None:

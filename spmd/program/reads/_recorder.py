@@ -54,6 +54,7 @@ from spmd.program.reads._raised import make_plain
 from spmd.program.reads._random_generators import is_generator, state_of
 from spmd.program.reads._replaced import Replacements
 from spmd.program.reads._tensor_attributes import note_tensor_attribute
+from spmd.program.reads._tensor_numbers import TextOperand, formats_tensors
 from spmd.program.reads._unseen import refuse_unseen
 from spmd.program.reads._varying import fixed
 from spmd.program.reads._varying_index import may_vary, read_at
@@ -232,7 +233,7 @@ class Recording(PlacesWritten):
         return integer_operand(tensor_operand(self._operands(left, right), right), right)
 
     def _operands(self, left: Any, right: Any) -> Any:
-        left = operand(self, left, right)
+        left = TextOperand(self._operands, left) if formats_tensors(left, right) else operand(self, left, right)
         left = _noted_sizes.float_operand(left, right) if _noted_sizes.is_noted(right) else numpy_operand(left, right)
         for value in (left, right):
             self.read_content(value)
