@@ -107,7 +107,7 @@ def test_a_model_under_torch_compile_is_one_graph_that_gives_what_cpu_torch_give
 
 @pytest.mark.slow
 def test_a_second_process_traces_and_compiles_nothing() -> None:
-    found = second_process.measure("gpt2 4 128 rolled")
+    found = second_process.measure(f"gpt2 4 128 rolled {second_process.ONE}")
     assert found["first"]["compiled"] > 0 == found["second"]["compiled"]
     assert found["first"]["traces"] == 1
     assert found["second"]["traces"] == 0

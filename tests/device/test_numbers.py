@@ -82,7 +82,6 @@ NEEDS_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
     "range": lambda x: list(range(x.long().sum().item())),
     "index": lambda x: x[x.argmax().item()],
     "list_index": lambda x: [1, 2, 3][x.long()[0]],
-    "cpu_tensor": lambda x: torch.tensor(x.sum().item()),
     "method_of_int": lambda x: x.long().sum().item().bit_length(),
     "numerator": lambda x: x.long().sum().item().numerator,
     "slice": lambda x: x[x.argmax().item() :],

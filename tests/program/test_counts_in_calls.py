@@ -76,3 +76,54 @@ def test_a_call_that_torch_refuses_raises_torchs_error() -> None:
     with pytest.raises(RuntimeError, match="k"):
         step(x)
     assert state.calls == 3
+
+
+INTEGERS = torch.tensor([7, 9])
+ON_THE_CPU: dict[str, Callable[[int], torch.Tensor]] = {
+    "arange": lambda n: torch.arange(n),
+    "arange of two": lambda n: torch.arange(n, 2 * n),
+    "range": lambda n: torch.arange(0, 3 * n, n),
+    "operator": lambda n: torch.ops.aten.arange(n),
+    "full": lambda n: torch.full((2,), n),
+    "new_full": lambda n: torch.tensor([7, 9]).new_full((2,), n),
+    "tensor": lambda n: torch.tensor([n, 2]),
+    "scalar_tensor": lambda n: torch.scalar_tensor(n),
+    "clamp": lambda n: torch.tensor([1, 9]).clamp(max=n),
+    "clamp_min": lambda n: torch.tensor([1, 9]).clamp_min(n),
+    "where": lambda n: torch.where(torch.tensor([True, False]), n, 2 * n),
+    "where of a tensor": lambda n: torch.where(torch.tensor([True, False]), torch.tensor(3), n),
+    "operators": lambda n: torch.stack([INTEGERS % n, n - INTEGERS, INTEGERS // n, n ** torch.tensor([2, 3])]),
+    "bits": lambda n: (torch.tensor([7, 9]) & n) | (torch.tensor([7, 9]) << n),
+    "remainder": lambda n: torch.remainder(torch.tensor([7, 9]), n),
+    "alpha": lambda n: torch.add(torch.tensor([1, 2]), torch.tensor([1, 1]), alpha=n),
+    "masked_fill": lambda n: torch.tensor([7, 9]).masked_fill(torch.tensor([True, False]), n),
+    "fill_": lambda n: torch.zeros(2, dtype=torch.int64).fill_(n),
+    "add_": lambda n: torch.zeros(2, dtype=torch.int64).add_(n),
+    "pad": lambda n: F.pad(torch.tensor([1, 0]), (n, 0), value=n),
+    "roll": lambda n: torch.tensor([1, 0, 3]).roll(n),
+    "bincount": lambda n: torch.bincount(torch.tensor([1, 2]), minlength=n),
+    "repeat_interleave": lambda n: torch.tensor([1, 2]).repeat_interleave(n),
+    "tril_indices": lambda n: torch.tril_indices(n, n + 1),
+}
+
+
+@pytest.mark.parametrize("kind", ["state", "argument", "tensor"])
+@pytest.mark.parametrize("name", list(ON_THE_CPU))
+def test_an_integer_that_changes_is_one_where_the_cpu_computes(name: str, kind: str) -> None:
+    def run(device: str) -> list[Any]:
+        state = State()
+
+        def step(x: torch.Tensor, given: Any) -> Any:
+            n = state.count if kind == "state" else given if kind == "argument" else int(given[0])
+            made = ON_THE_CPU[name](n)
+            return made.dtype, made.tolist(), x[:2] * made.flatten()[:2].to(x.device)
+
+        compiled: Any = spmd.compile(step) if device == "jax" else step
+        found: list[Any] = []
+        for n in (2, 2, 3, 4, 2):
+            state.count = n
+            dtype, values, result = compiled(torch.arange(4.0, device=device), torch.tensor([n, 3]) if kind == "tensor" else n)
+            found.append((dtype, values, result.dtype, result.tolist()))
+        return found
+
+    assert run("jax") == run("cpu")

@@ -223,6 +223,14 @@ def with_an_attribute(s: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
     return c.tag  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def made_of_numbers(s: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    total, hits = x.sum().item(), (x.argmax(1) == 0).sum().item()
+    made = torch.tensor([total, 1.0, hits])
+    s.log.append(torch.tensor(hits))
+    parts = torch.tensor([[hits], [3]]), torch.tensor(total > 0), torch.as_tensor(total, dtype=torch.float64), torch.tensor(x[0].tolist())
+    return made, made * 2 + WEIGHTS, made.mean().item(), parts, torch.full((2, 3), total), torch.full(size=(2,), fill_value=hits)
+
+
 WORKS: dict[str, Fn] = {
     "returned": lambda s, x, y: x.cpu(),
     "detached": lambda s, x, y: (s.w * x).detach().cpu(),
@@ -250,7 +258,7 @@ WORKS: dict[str, Fn] = {
         for fn in (
             *(stored, changed_in_place, turned_in_place, collected, backward, leaf_of_the_host, through_a_hook, strides, asked, of_dtypes),
             *(with_cpu_tensors, with_the_device, new_ones, statistics_of, numbers, arithmetic, arrays, texts, modes, with_torch_func),
-            *(checkpointed, with_an_attribute),
+            *(checkpointed, with_an_attribute, made_of_numbers),
         )
     },
 }

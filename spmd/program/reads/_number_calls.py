@@ -29,7 +29,15 @@ from spmd.program.reads import _composed_draws, _composed_functions  # noqa: F40
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._nested import inside
 from spmd.program.reads._number_arguments import by_composition, composition
-from spmd.program.reads._number_operands import TensorOperand, loses_numbers, number_beside, takes_tensors, with_operands
+from spmd.program.reads._number_operands import (
+    TensorOperand,
+    is_in_torch,
+    loses_numbers,
+    number_beside,
+    runs_on_host,
+    takes_tensors,
+    with_operands,
+)
 from spmd.program.reads._numpy_numbers import is_number
 
 _MOST = 64  # largest number of elements that `tensor` makes by one operation each
@@ -96,6 +104,8 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: torch.result_type(*(sample(v) if is_program_number(v) else v for v in given))
     if any(fn is make for make in MAKE_TENSORS):
         return partial(tensor, fn)
+    if fn is torch.full:
+        return _full
     if takes_tensors(fn):
         return partial(with_operands, fn)
     owner = getattr(fn, "__self__", None)
@@ -105,11 +115,20 @@ def for_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         )
     if isinstance(owner, torch.Tensor) and fn.__name__ == "where":
         return lambda condition, other: where(condition, owner, other)
-    return with_known(fn) if needs_known(fn) or getattr(fn, "__name__", "") in _OF_SIZES else fn
+    if needs_known(fn) or getattr(fn, "__name__", "") in _OF_SIZES:
+        return with_known(fn)
+    return partial(_by_torch, fn) if is_in_torch(fn) else fn
+
+
+def _by_torch(fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """`fn(*given, **options)` of a function of torch, with Python numbers if the CPU computes it."""
+    return (with_known(fn) if runs_on_host(fn, given, options) else fn)(*given, **options)
 
 
 def _with_known_lists(fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """`fn(*given, **options)` with Python numbers in lists and tuples, which are sizes and positions."""
+    """`fn(*given, **options)` with Python numbers in lists and tuples, which are sizes and positions, and where the CPU computes it."""
+    if runs_on_host(fn, given, options):
+        return with_known(fn)(*given, **options)
     lists = [known(v) if type(v) in (list, tuple) else v for v in (*given, *options.values())]
     return fn(*lists[: len(given)], **dict(zip(options, lists[len(given) :], strict=True)))
 
@@ -269,9 +288,11 @@ def where(condition: torch.Tensor, *choices: Any, **named: Any) -> torch.Tensor:
 def tensor(
     fn: Callable[..., torch.Tensor], data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **options: Any
 ) -> torch.Tensor:
-    """`torch.tensor(data)` on the device; its program numbers stay values of the program."""
+    """`torch.tensor(data)`; its program numbers stay values of the program. On the CPU it is a copy to the host."""
     device = torch.get_default_device() if device is None else torch.device(device)
     values = list(_flat(data))
+    if device.type == "cpu" and not requires_grad and any(map(_is_unknown, values)):
+        return tensor(fn, data, dtype=dtype, device=torch.device("jax"), **options).cpu()
     is_plain = all(is_lifted(v) or (is_number(v) and _fits(v)) or type(v) is bool for v in values)
     shape = _shape(data)
     if device.type != "jax" or not is_plain or shape is None or not 0 < len(values) <= _MOST or options.get("pin_memory"):
@@ -281,6 +302,15 @@ def tensor(
     numbers = [_element(v, dtype, device) for v in values]
     made = torch.stack(numbers).reshape(shape) if shape else numbers[0]
     return made.requires_grad_() if requires_grad else made
+
+
+def _full(*given: Any, device: Any = None, **options: Any) -> torch.Tensor:
+    """`torch.full` with program numbers. On the CPU it is a copy to the host if only the device knows the number."""
+    is_of_host = (torch.get_default_device() if device is None else torch.device(device)).type == "cpu"
+    unknown = any(map(_is_unknown, (*given, *options.values())))
+    if is_of_host and unknown and not options.get("requires_grad") and options.get("out") is None:
+        return torch.full(*given, device="jax", **options).cpu()
+    return _by_torch(torch.full, *given, device=device, **options)
 
 
 def _fits(number: Any) -> bool:

@@ -9,18 +9,20 @@ takes the place of the number, and the program is valid for it only.
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 
-from spmd.base._torch import is_functorch_wrapped_tensor
+from spmd.base._torch import OpOverload, OpOverloadPacket, is_functorch_wrapped_tensor
 from spmd.device._host_copies import held_of
 from spmd.device._number_arithmetic import bitwise
 from spmd.device._numbers import is_program_number, sample
 from spmd.device._storage import is_device_tensor
 
+_IN_TORCH = (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)
 _TAKE_TENSORS = frozenset(  # functions whose operands may be tensors or numbers
     f"{form}{name}{suffix}"
     for name in ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "truediv", "floor_divide", "floordiv")
@@ -68,6 +70,24 @@ def number_beside(value: Any, tensor: torch.Tensor) -> Any:
     return torch.full((), number, dtype=torch.result_type(tensor, sample(number)), device=tensor.device)
 
 
+def is_in_torch(fn: Any) -> bool:
+    """Whether it is a function or method of torch in C++."""
+    if type(fn) is types.BuiltinFunctionType and isinstance(fn.__self__, torch.Tensor):
+        return True
+    return type(fn) in _IN_TORCH and str(getattr(fn, "__module__", None)).partition(".")[0] == "torch"
+
+
+def runs_on_host(fn: Any, given: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a call of a function of torch computes on the CPU: there an integer of the program would be a float."""
+    device, owner = options.get("device"), getattr(fn, "__self__", None)
+    if device is not None:
+        return torch.device(device).type == "cpu"
+    operands = [owner, *given, *options.values()]
+    parts = [part for value in operands for part in (value if type(value) in (list, tuple) else (value,))]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return all(map(_is_of_host, tensors)) if tensors else torch.get_default_device().type == "cpu"
+
+
 class TensorOperand:
     """Takes the place of a tensor that loses numbers as the left operand, when the right operand is a program number."""
 
@@ -113,4 +133,13 @@ for _names in ("add sub mul truediv floordiv mod pow", "lshift rshift and_ or_ x
     for _name in _names.split():
         _binary(_name)
 
-__all__ = ["TensorOperand", "integer_operand", "loses_numbers", "number_beside", "takes_tensors", "with_operands"]
+__all__ = [
+    "TensorOperand",
+    "integer_operand",
+    "is_in_torch",
+    "loses_numbers",
+    "number_beside",
+    "runs_on_host",
+    "takes_tensors",
+    "with_operands",
+]
