@@ -71,10 +71,10 @@ def is_in_order_when_read(executable: Any) -> bool:
     """Whether a serialized executable would run its collectives in one order. See Note [Collectives that lose their order].
 
     Args:
-        executable: jaxlib's executable.
+        executable: jaxlib's executable. One that is compiled ahead of time, for chips that are not here, has no devices.
     """
-    devices = executable.local_devices()
-    if devices[0].platform != "cpu" or len(devices) == jax.process_count() == 1:
+    devices = executable.local_devices() if hasattr(executable, "local_devices") else []
+    if not devices or devices[0].platform != "cpu" or len(devices) == jax.process_count() == 1:
         return True
     computations = executable.hlo_modules()[0].computations()
     return sum(any(i.opcode.name in _COLLECTIVES for i in computation.instructions()) for computation in computations) < 2

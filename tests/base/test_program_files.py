@@ -8,12 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import mesh
 import spmd
 from spmd.base import _program_files, _settings
+from spmd.base._jax_executables import is_in_order_when_read
 from spmd.base._program_files import ProgramFiles
 from tests import launched
 
@@ -177,6 +182,13 @@ def test_a_program_is_the_same_read_back(tmp_path: Path, kept: None) -> None:
         jax.clear_caches()
     assert made[0] == made[1]
     assert len(list(tmp_path.glob("*/*lambda*.program"))) == 1
+
+
+def test_a_program_for_chips_that_are_not_here_may_be_kept() -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'spmd-mesh[tpu]'")
+    pod = mesh.Mesh(range(4), (4,), ("data",), topology="v5e:2x2")
+    x = jax.ShapeDtypeStruct((16,), np.float32, sharding=NamedSharding(pod.jax_mesh, P("data")))
+    assert is_in_order_when_read(jax.jit(lambda x: x.sum()).lower(x).compile().runtime_executable())
 
 
 def summed(x: Any) -> Any:
