@@ -1,11 +1,13 @@
 """Arguments of a compiled step: containers, keywords, static values, views, repeated tensors, and what comes back."""
 
-from collections import namedtuple
+from array import array
+from collections import Counter, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -191,3 +193,55 @@ def test_a_slice_is_an_argument_by_its_ends() -> None:
     for rows in (slice(0, 2), slice(0, 2), slice(1, None), slice(None, None, 2)):
         assert_same(step(on_device(batch(3)), rows), batch(3)[rows] * 2)
     assert step.num_traces == 3
+
+
+@pytest.mark.parametrize(
+    "argument, fix",
+    [
+        (Counter("ab"), "pass dict(d)"),
+        (UserDict(a=1), "pass dict(d)"),
+        ({1, 2}, "pass frozenset(s), or a list in a fixed order, sorted(s)"),
+        ({1: 2}.keys(), "pass frozenset(s), or a list in a fixed order, sorted(s)"),
+        (bytearray(b"ab"), "pass bytes(b), or a tensor, torch.frombuffer(b, dtype=torch.uint8).to('jax')"),
+        (memoryview(bytearray(b"ab")), "pass bytes(b), or a tensor, torch.frombuffer(b, dtype=torch.uint8).to('jax')"),
+        (array("d", [1.0]), "pass list(a), or a tensor, torch.tensor(list(a), device='jax')"),
+        (np.ones(2), "pass a tensor, torch.from_numpy(a).to('jax'), or a list, a.tolist()"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_fix_is_for_the_class_of_the_argument(argument: Any, fix: str) -> None:
+    step = spmd.compile(lambda x, a: x * len(a))
+    x = torch.ones(2).to("jax")
+    with pytest.raises(spmd.TraceError, match=f"type {type(argument).__name__} can be neither traced nor compared") as raised:
+        step(x, argument)
+    assert str(raised.value).endswith(f"fix: {fix}")
+    code = fix.partition("pass ")[2].partition(", or ")[0].removeprefix("a tensor, ")
+    value = eval(code, {"torch": torch, **dict.fromkeys("abds", argument)})
+    assert step(x, value).tolist() == [float(len(argument))] * 2
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (lambda k: make_function(k), "argument 1 is another function of the same name, make_function.<locals>.function"),
+        (lambda k: Opaque(), "argument 1 is another Opaque"),
+        (lambda k: "ab"[k], "argument 1 changed from 'a' to 'b'"),
+    ],
+    ids=["function", "object", "text"],
+)
+def test_a_reason_says_what_is_another_object(make: Callable[[int], Any], reason: str) -> None:
+    step = spmd.compile(lambda x, value: x * 2)
+    for k in range(2):
+        step(torch.ones(2).to("jax"), make(k))
+    assert step.retraces == [reason]
+
+
+class Opaque:
+    __slots__ = ()
+
+
+def make_function(k: int) -> Callable[[], int]:
+    def function() -> int:
+        return k
+
+    return function
