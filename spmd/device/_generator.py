@@ -20,19 +20,28 @@ import jax
 import torch
 
 from spmd.base._convert import exact_dtypes
-from spmd.base._errors import SpmdError, called_at, message
+from spmd.base._errors import SpmdError, TraceError, called_at, message
 from spmd.device import _random_stream
+from spmd.device._arrays import fetched
+from spmd.device._host_answers import host_answer
+from spmd.device._host_copies import is_host_copy
 from spmd.device._only_device import require_only_device
-from spmd.device._storage import load, store, wrap_host
+from spmd.device._storage import load, recording, store, wrap_host
+from spmd.device._uploaded import note_sent
 
 
 class DeviceGenerator(torch.Generator):
     """A generator on device 'jax', as returned by `torch.Generator(device="jax")`."""
 
+    _words: torch.Tensor
+
+    def __new__(cls) -> DeviceGenerator:
+        made = super().__new__(cls)
+        _by_address[_address(made)] = made
+        return made
+
     def __init__(self) -> None:
-        self._seed = super().initial_seed()  # torch's default: the same for every new generator
-        self._words = wrap_host(_random_stream.RandomStream(self._seed).words())
-        _by_address[_address(self)] = self
+        self._words = wrap_host(_random_stream.RandomStream(super().initial_seed()).words())  # torch's default seed, always the same
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -46,10 +55,13 @@ class DeviceGenerator(torch.Generator):
     def seed(self) -> int:
         """Restart the stream from a seed drawn by the operating system, and return that seed."""
         self.manual_seed(torch.Generator().seed())
-        return self._seed
+        return self.initial_seed()
 
     def initial_seed(self) -> int:
-        return self._seed
+        words = load(self._words)
+        with exact_dtypes():
+            high, low = map(int, fetched(words)[:2] if recording.get() is None else _known_seed(words[:2]))
+        return high << 32 | low
 
     def get_state(self) -> torch.Tensor:
         """Seed and number of draws, as a CPU byte tensor of 16 elements like that of `torch.jax.get_rng_state`."""
@@ -61,6 +73,10 @@ class DeviceGenerator(torch.Generator):
         Raises:
             SpmdError: the tensor is not such a state.
         """
+        _random_stream.require_state(_new_state)
+        if is_host_copy(_new_state):
+            self._words.copy_(_new_state.view(torch.uint32))
+            return self
         stream = _random_stream.RandomStream(0)
         stream.set_state(_new_state)
         self._set(stream)
@@ -80,10 +96,11 @@ class DeviceGenerator(torch.Generator):
         return f"torch.Generator(device='{self.device}')"
 
     def _set(self, stream: _random_stream.RandomStream) -> None:
-        self._seed = stream.seed
         super().manual_seed(stream.seed)
         with exact_dtypes():
-            store(self._words, jax.numpy.asarray(stream.words()))
+            words = jax.numpy.asarray(stream.words())
+            note_sent(words, stream.words())
+            store(self._words, words)
 
     def _next_key(self) -> Any:
         with exact_dtypes():
@@ -119,6 +136,20 @@ def next_key(generator: Any = None) -> Any:
             )
         )
     return own._next_key()
+
+
+def _known_seed(seed: Any) -> Any:
+    """The seed of a traced state. Each seed has a program of its own."""
+    if (known := host_answer(seed)) is None:
+        raise TraceError(
+            message(
+                "the seed of a generator of device 'jax' was read",
+                *called_at(),
+                "it is known only when the compiled program runs",
+                fix="seed = generator.initial_seed(), before the call",
+            )
+        )
+    return known
 
 
 def _address(generator: torch.Generator) -> int:

@@ -47,20 +47,25 @@ class RandomStream:
         Raises:
             SpmdError: the tensor is not such a state.
         """
-        if state.dtype != torch.uint8 or state.numel() != 4 * _WORDS:
-            raise SpmdError(
-                message(
-                    "this is not a random state of device 'jax'",
-                    f"expected 16 bytes (uint8), got {state.numel()} elements of {state.dtype}",
-                    fix="pass the result of torch.jax.get_rng_state()",
-                )
-            )
+        require_state(state)
         self.set_words(state.cpu().numpy().view(np.uint32))
 
     def set_words(self, words: np.ndarray[Any, Any]) -> None:
         """Restore a state from `words`."""
         high_seed, low_seed, high, low = map(int, words)
         self.seed, self.draws = high_seed << 32 | low_seed, high << 32 | low
+
+
+def require_state(state: torch.Tensor) -> None:
+    """Raise SpmdError if a tensor is not a random state of the device."""
+    if state.dtype != torch.uint8 or state.numel() != 4 * _WORDS:
+        raise SpmdError(
+            message(
+                "this is not a random state of device 'jax'",
+                f"expected 16 bytes (uint8), got {state.numel()} elements of {state.dtype}",
+                fix="pass the result of torch.jax.get_rng_state()",
+            )
+        )
 
 
 default_stream = RandomStream(torch.initial_seed())

@@ -45,6 +45,7 @@ from spmd.program._step import Step
 from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._static import name_of
 from spmd.program.sizes._expressions import Expression
+from spmd.program.trace._host_results import HostTensor
 from spmd.program.trace._output_tree import rebuilt
 from spmd.program.trace._results import OUTPUTS, Leaf
 
@@ -330,7 +331,7 @@ class _Part:
                 flat.append(_Output(position))
                 position += 1
             else:
-                flat.append(flat[leaf.value] if leaf.kind == "again" else leaf.value if leaf.kind == "static" else leaf)
+                flat.append(flat[leaf.value] if leaf.kind == "again" else leaf.value if leaf.kind in ("static", "host") else leaf)
         (result, *_) = rebuilt(self.captured.outputs.nodes, self.captured.outputs.refs, flat)
         return self._described_result(result)
 
@@ -353,6 +354,8 @@ class _Part:
             return ("list" if isinstance(value, list) else "tuple"), [self._described_result(item) for item in value]
         if isinstance(value, _PLAIN):
             return "value", value
+        if isinstance(value, HostTensor):
+            raise _refused(self.name, "returns a CPU tensor, whose values are constants", "create it on device 'jax'")
         raise _refused(
             self.name, f"returns a {type(value).__name__}", "return tensors in tuples, lists and dicts (transformers: use_cache=False)"
         )

@@ -723,3 +723,10 @@ def a_slice_of_the_state_as_argument(device: str, wrap: Any, changed: bool) -> V
         return [*found, compiled(table[1:, :])]
     other = torch.ones(3, 3, device=device)
     return [*found, compiled(other)]
+
+
+@case
+def cpu_tensors_of_a_trace(device: str, wrap: Any, changed: bool) -> Values:
+    size = 4 if changed else 3
+    step = wrap(lambda x: (x * 2, torch.arange(size), torch.zeros(2, dtype=torch.bfloat16)[1:]))
+    return [value for result in calls(step, device) for value in result]

@@ -1,5 +1,6 @@
 """When a compiled step is traced again because the model changed, with which reason, and when it is not."""
 
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -97,8 +98,8 @@ def add_hook(model: MLP) -> None:
 CHANGES = [
     (change_attribute, "drop.p changed from 0.5 to 0.0"),
     (replace_data, "up.weight was given another storage"),
-    (replace_parameter, "up.weight changed from a tensor"),
-    (replace_module, "down changed from Linear"),
+    (replace_parameter, "up.weight is another tensor"),
+    (replace_module, "down is another Linear"),
     (add_hook, "up._forward_hooks got or lost entries"),
 ]
 
@@ -139,7 +140,7 @@ def test_a_model_that_was_defined_anew_is_the_one_that_runs() -> None:
     step(x.to("jax"))
     other, device = twins(seed=5)
     assert_same(step(x.to("jax")), other(x))
-    assert "device changed from MLP" in step.retraces[0]
+    assert "device is another MLP" in step.retraces[0]
 
 
 @pytest.mark.multidevice(num=8)
@@ -425,3 +426,24 @@ def test_a_mode_around_some_calls_has_a_program_of_its_own() -> None:
     ours = run(lambda fn: steps.append(spmd.compile(fn)) or steps[0], "jax")
     assert ours == pytest.approx(run(lambda fn: fn, "cpu"), rel=1e-5)
     assert steps[0].num_traces == 5 and "the active torch modes and hooks changed" in steps[0].retraces[0]
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (lambda k: [0.1, 0.05], "holder.value is another list with the same text, [0.1, 0.05]"),
+        (lambda k: {1, 2}, "holder.value is another set"),
+        (lambda k: torch.ones(2), "holder.value is another tensor"),
+        (lambda k: nn.Linear(2, 2), "holder.value is another Linear"),
+        (lambda k: type("Other", (), {})(), "holder.value is of another class named Other"),
+        (lambda k: [k], "holder.value changed from [0] to [1]"),
+    ],
+    ids=["equal list", "set", "tensor", "module", "class", "other list"],
+)
+def test_a_reason_says_what_is_another_object(make: Callable[[int], Any], reason: str) -> None:
+    holder = types.SimpleNamespace()
+    step = spmd.compile(lambda x: x * (2 if id(holder.value) else 3))
+    for k in range(2):
+        holder.value = make(k)
+        step(torch.ones(2).to("jax"))
+    assert step.retraces == [reason]

@@ -1,11 +1,13 @@
 """Arguments of a compiled step: containers, keywords, static values, views, repeated tensors, and what comes back."""
 
-from collections import namedtuple
+from array import array
+from collections import Counter, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,13 +127,12 @@ def test_an_argument_that_is_also_state_is_not_taken_for_another_one() -> None:
     assert [grow(t)[0].item() for t in (other, weight, other, weight)] == [0.0, 3.0, 0.0, 5.0]
 
 
-@pytest.mark.parametrize("kind", ["ndarray", "graph", "cpu_result"])
+@pytest.mark.parametrize("kind", ["ndarray", "graph"])
 def test_what_would_go_stale_is_refused(kind: str) -> None:
     weight = torch.ones(2, requires_grad=True, device="jax")
     calls: dict[str, tuple[Callable[..., Any], Any, str]] = {
         "ndarray": (lambda x: torch.from_numpy(x).to("jax"), torch.ones(2).numpy(), "type ndarray can be neither traced nor compared"),
         "graph": (lambda x: x.sum().backward(), weight * 2, "was computed from tensors that require gradients"),
-        "cpu_result": (lambda x: torch.ones(2), torch.ones(2).to("jax"), "returns a tensor on cpu, of shape (2,)"),
     }
     fn, argument, text = calls[kind]
     with pytest.raises(spmd.TraceError) as raised:
@@ -218,3 +219,55 @@ def test_a_size_stays_a_size(run: Any) -> None:
         assert_same(compiled(torch.ones(2).to("jax"), *given), expected)
     assert set(seen) == {(torch.Size, 6), (torch.Size, 4)}
     assert compiled.num_traces == 2
+
+
+@pytest.mark.parametrize(
+    "argument, fix",
+    [
+        (Counter("ab"), "pass dict(d)"),
+        (UserDict(a=1), "pass dict(d)"),
+        ({1, 2}, "pass frozenset(s), or a list in a fixed order, sorted(s)"),
+        ({1: 2}.keys(), "pass frozenset(s), or a list in a fixed order, sorted(s)"),
+        (bytearray(b"ab"), "pass bytes(b), or a tensor, torch.frombuffer(b, dtype=torch.uint8).to('jax')"),
+        (memoryview(bytearray(b"ab")), "pass bytes(b), or a tensor, torch.frombuffer(b, dtype=torch.uint8).to('jax')"),
+        (array("d", [1.0]), "pass list(a), or a tensor, torch.tensor(list(a), device='jax')"),
+        (np.ones(2), "pass a tensor, torch.from_numpy(a).to('jax'), or a list, a.tolist()"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_fix_is_for_the_class_of_the_argument(argument: Any, fix: str) -> None:
+    step = spmd.compile(lambda x, a: x * len(a))
+    x = torch.ones(2).to("jax")
+    with pytest.raises(spmd.TraceError, match=f"type {type(argument).__name__} can be neither traced nor compared") as raised:
+        step(x, argument)
+    assert str(raised.value).endswith(f"fix: {fix}")
+    code = fix.partition("pass ")[2].partition(", or ")[0].removeprefix("a tensor, ")
+    value = eval(code, {"torch": torch, **dict.fromkeys("abds", argument)})
+    assert step(x, value).tolist() == [float(len(argument))] * 2
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (lambda k: make_function(k), "argument 1 is another function of the same name, make_function.<locals>.function"),
+        (lambda k: Opaque(), "argument 1 is another Opaque"),
+        (lambda k: "ab"[k], "argument 1 changed from 'a' to 'b'"),
+    ],
+    ids=["function", "object", "text"],
+)
+def test_a_reason_says_what_is_another_object(make: Callable[[int], Any], reason: str) -> None:
+    step = spmd.compile(lambda x, value: x * 2)
+    for k in range(2):
+        step(torch.ones(2).to("jax"), make(k))
+    assert step.retraces == [reason]
+
+
+class Opaque:
+    __slots__ = ()
+
+
+def make_function(k: int) -> Callable[[], int]:
+    def function() -> int:
+        return k
+
+    return function

@@ -17,6 +17,7 @@ import torch
 
 from spmd.base._errors import SpmdError, TraceAgain, message
 from spmd.base._torch import pytree
+from spmd.device._generator import DeviceGenerator
 from spmd.device._storage import is_device_tensor
 from spmd.program.find._static import attributes_of, is_a
 from spmd.program.reads import PLAIN, is_library
@@ -176,7 +177,7 @@ def is_holder(value: Any) -> bool:
 
 
 def _may_hold(value: Any) -> bool:
-    return attributes_of(value) is not None and is_object(value)
+    return is_a(value, DeviceGenerator) or (attributes_of(value) is not None and is_object(value))
 
 
 def is_object(value: Any) -> bool:

@@ -32,6 +32,7 @@ Note [Reads]
     6. Refusals. A value that a later call cannot read again is an error: an iterator from before the trace, a random generator, a clock.
 """
 
+from spmd.program.reads._change_texts import change_text
 from spmd.program.reads._guard import guard_places
 from spmd.program.reads._heap import made_in_trace
 from spmd.program.reads._hooks import python_writes
@@ -80,6 +81,7 @@ __all__ = [
     "changes",
     "code_of",
     "content_of",
+    "change_text",
     "guard_places",
     "is_data",
     "is_library",

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from spmd.device._generator import DeviceGenerator
+
 _OF_NAMESPACES = frozenset({"types", "argparse", "dataclasses"})  # modules whose objects have attributes of the user's
 _OF_TUPLES = "namedtuple_"  # prefix of the module in which a named tuple's `__new__` is defined: it only stores its arguments
 _LIBRARIES = frozenset(
@@ -124,7 +126,9 @@ def settings_of(cls: type) -> tuple[str, ...]:
 
 
 def is_library_property(found: Any) -> bool:
-    """Whether an attribute of a class is a property that library code computes."""
+    """Whether an attribute of a class is a property that library code computes. `device` of the device's generators is a constant."""
+    if found is DeviceGenerator.device:
+        return False
     return type(found) in _PROPERTIES and type(found.fget) is types.FunctionType and not is_recorded(found.fget.__module__)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from spmd.device._generator import DeviceGenerator
 from spmd.program.find._static import attributes_of, is_python_class, slots_of, static_attribute
 from spmd.program.reads._exceptions import exceptions_parts
 from spmd.program.reads._images import images_in
@@ -136,9 +137,12 @@ def inherits_state(cls: type) -> bool:
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value is a list, a dict, a deque, or a plain object of the user's: all that its code reads of it is recorded."""
+    """Whether a value is a list, a dict, a deque, a plain object of the user's, or a generator of the device.
+
+    All that code reads of it is recorded.
+    """
     cls = type(value)
-    if cls in _CONTAINERS or cls is types.SimpleNamespace:
+    if cls in _CONTAINERS or cls in (types.SimpleNamespace, DeviceGenerator):
         return True
     if isinstance(value, (*PLAIN, *_NOT_PLAIN)) or base_of(value) not in (object, *_CONTAINERS):
         return False
@@ -148,7 +152,7 @@ def is_data(value: Any) -> bool:
 def is_recorded_descriptor(found: Any) -> bool:
     """Whether all that an attribute of a class reads of an object, when it is looked up on the object, is recorded."""
     cls = type(found)
-    if not hasattr(cls, "__get__") or cls in _METHODS:
+    if not hasattr(cls, "__get__") or cls in _METHODS or found is DeviceGenerator.device:
         return True
     if cls is property or cls is functools.cached_property:
         fn = found.fget if cls is property else found.func

@@ -18,6 +18,7 @@ import torch
 
 from spmd.device._storage import buffer_of, is_device_tensor, is_whole
 from spmd.program.find._static import attributes_of
+from spmd.program.reads._change_texts import change_text
 from spmd.program.reads._host_bytes import put_host_bytes
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, Entry, ObjectPlace, exact_item, is_tuple
 
@@ -120,8 +121,7 @@ def shown(value: Any) -> str:
 
 def changed(title: str, old: Any, new: Any) -> str:
     """The message for a value that is not the expected one."""
-    why = old.difference(new) if isinstance(old, Like) else None
-    return why or f"{title} changed from {shown(old)} to {shown(new)}"
+    return (isinstance(old, Like) and old.difference(new)) or change_text(title, old, new, (shown(old), shown(new)))
 
 
 class Place:

@@ -1,12 +1,17 @@
-"""Random generators of the host: recognizes them, and reads their states, to compare."""
+"""Random generators: recognizes them, records those that a library receives, and reads the states of those of the host, to compare."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from spmd.device._generator import DeviceGenerator
+
+if TYPE_CHECKING:
+    from spmd.program.reads._recorder import Recording
 
 GLOBAL_RANDOM = random.random.__self__
 _NUMPYS_GLOBAL: Any = np.random.rand.__self__  # type: ignore[attr-defined]
@@ -21,6 +26,17 @@ def is_generator(value: Any) -> bool:
         return value.device.type == "cpu"
     is_python = issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom)
     return is_python or issubclass(kind, (np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence))
+
+
+def note_generator(recording: Recording, value: Any) -> bool:
+    """Record that a library receives a value, if it is a random generator. Returns whether it is one."""
+    if type(value) is DeviceGenerator:
+        recording.load_attr(value, "_words")  # all that it holds
+        return True
+    if is_generator(value):
+        recording.generators.setdefault(id(value), (value, state_of(value)))
+        return True
+    return False
 
 
 def state_of(generator: Any) -> Any:
@@ -45,4 +61,4 @@ def exact_state(generator: random.Random | np.random.RandomState) -> tuple[Any, 
     return name, key.tobytes(), *rest  # type: ignore[union-attr]
 
 
-__all__ = ["GLOBAL_RANDOM", "exact_state", "is_generator", "state_of"]
+__all__ = ["GLOBAL_RANDOM", "exact_state", "is_generator", "note_generator", "state_of"]

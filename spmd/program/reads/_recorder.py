@@ -51,7 +51,7 @@ from spmd.program.reads._pointed_memory import note_field
 from spmd.program.reads._process_settings import SETTINGS, question_of_content, questions_of_text
 from spmd.program.reads._questions import Question
 from spmd.program.reads._raised import make_plain
-from spmd.program.reads._random_generators import is_generator, state_of
+from spmd.program.reads._random_generators import note_generator
 from spmd.program.reads._replaced import Replacements
 from spmd.program.reads._tensor_attributes import note_tensor_attribute
 from spmd.program.reads._tensor_numbers import TextOperand, formats_tensors
@@ -334,11 +334,10 @@ class Recording(PlacesWritten):
             self.advance(value, "passed to a library")
             return
         done[id(value)] = value
+        if note_generator(self, value):
+            return
         if asks_identity and id(value) not in self.asked:  # otherwise it was found in a container that was asked
             self.ask_identity(value, of_tensors=False)
-        if is_generator(value):
-            self.generators.setdefault(id(value), (value, state_of(value)))
-            return
         if id(value) not in self._ignored:
             self.read_content(value, asks_identity)
             if isinstance(value, (*CONTAINERS, *CDATA, SIGNALS)) and not isinstance(self._owners.get(id(value)), (type, types.ModuleType)):

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spmd.device._generator import DeviceGenerator
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole
 from spmd.program.find._static import attributes_of
 from spmd.program.reads._classes import ClassPlace
@@ -305,8 +306,8 @@ class Replacements:
     def _may_be_another(self, value: Any) -> bool:
         if is_device_tensor(value):
             return is_whole(value, buffer_of(value)) and not self.is_fixed(value) and not self.places_of(value)
-        if not is_data(value) or self.is_fixed(value):
-            return False
+        if not is_data(value) or self.is_fixed(value) or (type(value) is DeviceGenerator and not self.places_of(value)):
+            return False  # or what library code draws from a generator is not recorded
         attributes = attributes_of(value)
         if any(e.put_in is None or (e.holder is not value and e.holder is not attributes) for e in self._written.get(id(value), ())):
             return False

@@ -48,6 +48,8 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
     if kinds != kinds_now:
         return [f"traced: its results were {kinds}", f"now:    they are {kinds_now}"]
     for leaf, leaf_now in zip(old.outputs.leaves, new.outputs.leaves, strict=True):
+        if leaf.kind == "host" and leaf.value != leaf_now.value:
+            return ["it returns a CPU tensor with other values"]
         if leaf.kind == "static" and leaf.value != leaf_now.value:
             return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]
     return None

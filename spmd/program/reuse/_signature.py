@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import collections.abc
 from collections.abc import Collection, Mapping
 from enum import Enum
 from itertools import repeat
@@ -9,6 +11,7 @@ from operator import is_
 from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from spmd.base._errors import TraceError, message
@@ -25,7 +28,7 @@ from spmd.base._torch import (
 from spmd.device._storage import Buffer, buffer_of, is_whole
 from spmd.lowering import num_lowerings
 from spmd.program.find._objects import contents_of, flatten, is_object, unflatten
-from spmd.program.reads import NUMBER_TYPES, PLAIN
+from spmd.program.reads import NUMBER_TYPES, PLAIN, change_text
 from spmd.program.trace._arguments import containers_among, own_storage, with_shared
 from spmd.program.trace._gradients import gradient_kind
 
@@ -41,6 +44,14 @@ _DEVICE_PARTS = (
     "class",
     "attributes",
     "sizes and strides of a view",
+)
+_PASSED = "pass a tensor, a number, a string, or a list, tuple or dict of these; or let the function close over it"
+_PASSED_AS: tuple[tuple[Any, str], ...] = (  # fixes by the class of an argument that cannot be compared
+    (np.ndarray, "pass a tensor, torch.from_numpy(a).to('jax'), or a list, a.tolist()"),
+    (collections.abc.Set, "pass frozenset(s), or a list in a fixed order, sorted(s)"),
+    (collections.abc.Mapping, "pass dict(d)"),
+    ((bytearray, memoryview), "pass bytes(b), or a tensor, torch.frombuffer(b, dtype=torch.uint8).to('jax')"),
+    ((array.array, collections.abc.Sequence), "pass list(a), or a tensor, torch.tensor(list(a), device='jax')"),
 )
 
 
@@ -206,7 +217,10 @@ def changed_signature(old: Any, new: Any) -> str | None:
         if len(a) == len(b) == len(_DEVICE_PARTS):
             parts = [f"{n} changed from {x} to {y}" for n, x, y in zip(_DEVICE_PARTS, a, b, strict=True) if x != y]
             return f"argument {i}: {'; '.join(parts)}"
-        return f"argument {i} changed from {a[-1]!r} to {b[-1]!r}" if len(a) == len(b) == 2 else f"argument {i} is of another kind"
+        if len(a) != 2 or len(b) != 2:
+            return f"argument {i} is of another kind"
+        old, new = (part[-1].value if isinstance(part[-1], ByIdentity) else part[-1] for part in (a, b))
+        return change_text(f"argument {i}", old, new, (repr(a[-1]), repr(b[-1])))
     return None
 
 
@@ -265,11 +279,11 @@ def _static(value: Any) -> tuple[Any, Any]:
         return type(value), ByIdentity(value)  # what the function reads of it is guarded
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # the second of a memoryview
         raise TraceError(
             message(
                 f"an argument of type {type(value).__name__} can be neither traced nor compared with the next call's",
-                fix="pass a tensor (torch.from_numpy(a).to('jax') for an array), a number, a string, or a list, tuple or dict of these",
+                fix=next((fix for kinds, fix in _PASSED_AS if issubclass(type(value), kinds)), _PASSED),
             )
         ) from None
     return type(value), exactly(value)

@@ -110,6 +110,8 @@ class Family:
                 numbers = [*size, *stride, tuple(int(w.offset) for w in windows)]
                 self._windows[id(first)] = windows[0], [self._points.integer(tuple(map(int, n))) for n in numbers]
                 return first
+        if first.kind == "host":
+            raise SizeDecides("a CPU tensor among the results differs between sizes")
         if first.kind == "static":
             raise SizeDecides("a Python object among the results differs between sizes")
         raise Inexact("a result is a view whose layout depends on a size")

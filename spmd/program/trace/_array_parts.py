@@ -3,7 +3,8 @@
     a = np.zeros(4)
     return a, a[1:]     # in every call a new array and a view of it
 
-Other objects that share memory with what a call creates anew (a `memoryview`, a masked array) cannot be created on the copy: refused.
+Other objects that share memory with what a call creates anew (a `memoryview`, a masked array, a CPU tensor) cannot be created on the copy:
+refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.lib.stride_tricks import as_strided
 
 from spmd.base._errors import TraceError, message
@@ -67,9 +69,16 @@ class SharedMemory:
     def __init__(self, is_before: Callable[[Any], bool]) -> None:
         self._is_before = is_before
         self._sharing: dict[int, dict[int, Any]] = {}  # by id of the owner, then by id
+        self._tensors: dict[int, torch.Tensor] = {}  # by id of the storage
+        self._others: list[Any] = []
 
     def note(self, value: Any) -> None:
         """Note an object that the trace created."""
+        if has_memory(value):
+            self._tensors[id(value.untyped_storage())] = value
+            return
+        if issubclass(type(value), (*_SHARES, *_OTHER_OWNERS)):
+            self._others.append(value)
         if issubclass(type(value), _SHARES):
             owner = _owner(value)
             self._sharing.setdefault(id(value if owner is None else owner), {})[id(value)] = value
@@ -82,6 +91,35 @@ class SharedMemory:
                 is_made = owner is None or (type(value) is np.ndarray and _is_shown(value, owner))
                 if not is_made and (len(sharing) > 1 or self._is_before(owner)) and _is_writeable(value):
                     raise _unshared(value, owner)
+        for tensor in self._tensors.values() if self._others else ():
+            held = bytes_of(tensor).numpy()
+            for value in self._others:
+                if shares_memory(value, held):
+                    raise _unshared(value, tensor)
+
+
+def has_memory(value: Any) -> bool:
+    """Whether it is a tensor with memory of the host."""
+    cls = type(value)
+    is_plain = issubclass(cls, torch.Tensor) and cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+    return is_plain and value.device.type == "cpu" and value.layout == torch.strided and not value.is_nested
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the storage of a tensor that `has_memory`."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # pyright: ignore[reportArgumentType]
+
+
+def shares_memory(value: Any, held: np.ndarray[Any, Any]) -> bool:
+    """Whether an object of numpy or of Python has a part of the memory of `held`."""
+    if issubclass(type(value), np.flatiter):
+        value = value.base
+    if not issubclass(type(value), np.ndarray):
+        try:
+            value = np.frombuffer(value, np.uint8)
+        except (TypeError, ValueError, BufferError, AttributeError):  # it has no buffer, or an empty one
+            return False
+    return np.may_share_memory(value, held)
 
 
 def _owner(value: Any) -> Any:
@@ -131,9 +169,9 @@ def _unshared(value: Any, owner: Any) -> TraceError:
         message(
             f"a {type(value).__name__} that the compiled function returns or stores shares memory with a {type(owner).__name__}",
             "every call creates it anew, and a write to one of the two would not show in the other",
-            fix="return or store one of the two, or a copy; views of class numpy.ndarray share their memory",
+            fix="return or store one of the two, or a copy; views of class numpy.ndarray share their memory, and so do CPU tensors",
         )
     )
 
 
-__all__ = ["SharedMemory", "array_parts"]
+__all__ = ["SharedMemory", "array_parts", "bytes_of", "has_memory", "shares_memory"]

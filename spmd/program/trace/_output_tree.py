@@ -120,7 +120,10 @@ class OutputTree:
         if id(value) in self._refs:
             return self._refs[id(value)]
         ref = self._refs[id(value)] = self._leaf(value)
-        found = None if self._is_before(value) else attribute_parts(value)
+        if self._is_before(value):
+            return ref
+        self._memory.note(value)
+        found = attribute_parts(value)
         if found is not None:
             self._add(found)
         return ref

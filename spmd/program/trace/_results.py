@@ -25,6 +25,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, 
 from spmd.program.find._static import name_of
 from spmd.program.reads import PLAIN, ReplacedState, Varying
 from spmd.program.trace._arguments import of_caller
+from spmd.program.trace._host_results import HostResults
 from spmd.program.trace._object_parts import RUNNING
 from spmd.program.trace._result_attributes import GradientOf
 from spmd.program.trace._window import PLAIN_KIND, Kind, Window, leaves_whole
@@ -42,10 +43,10 @@ class Leaf:
             returned itself), "alias" (a new alias of such a tensor), "argument" (the caller's tensor or object), "container" (the
             caller's container), "part" (a view of an argument), "held" (the value of a Python variable at the start of the call),
             "again" (an earlier leaf), "gradient" (that a call leaves on `owner`), "computed" (a number that the host computes),
-            "view" (of another leaf), "static" (any other value, as the trace returned it).
+            "host" (a CPU tensor that the trace made), "view" (of another leaf), "static" (any other value, as the trace returned it).
         value: by kind: the tensor or static value; "array", "copy": its Kind; "number": its class; "argument": the position; "container":
             the path; "held": the position in `TraceState.held`; "again": the number of the leaf; "computed": the function that
-            computes it; "part" and "view": the position or number, and the Window.
+            computes it; "host": the HostTensor; "part" and "view": the position or number, and the Window.
         owner: for a gradient, and an array that a call also stores as one, the tensor that has it, or its position as an argument.
         alias_kind: for an alias its Kind.
     """
@@ -70,6 +71,7 @@ class Results:
         is_newborn: whether the trace created a buffer.
         is_before: whether an object existed before the trace.
         stand_ins: by id of a tuple that the trace read and whose numbers are inputs: the tuple, and a function that returns a call's.
+        contents: the objects from before the trace whose content it read.
         leaves: one per leaf of the results, followed by the whole storages that several results view.
         returned: for each output the tensor that has its value in the trace, or None.
     """
@@ -83,6 +85,7 @@ class Results:
     is_newborn: Callable[[Buffer], bool]
     is_before: Callable[[Any], bool]
     stand_ins: Mapping[int, tuple[Any, Callable[[], Any]]]
+    contents: Sequence[Any]
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     returned: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
@@ -90,10 +93,11 @@ class Results:
         """Fill `leaves` and `returned`, and return the traced output values of the program, in the order of `leaves`.
 
         Raises:
-            TraceError: a result is a tensor on another device, or a generator.
+            TraceError: a result is a CPU tensor that no call can make anew, a tensor on another device, or a generator.
         """
         arrays: list[Any] = []
         shared = self._roots(flat)
+        host = HostResults(flat, self.contents)
         roots = {id(b): len(flat) + i for i, b in enumerate(shared)}
         first: dict[int, int] = {}
         for index, value in enumerate(flat):
@@ -101,7 +105,7 @@ class Results:
                 self.leaves.append(Leaf("again", first[id(value)]))
                 continue
             first[id(value)] = index
-            leaf = self._leaf(value, roots)
+            leaf = self._leaf(value, roots, host)
             taken: Any = value
             if leaf.kind in OUTPUTS:
                 arrays.append(carried(taken) if leaf.kind == "number" else load(held_of(taken)))
@@ -114,7 +118,7 @@ class Results:
             self.leaves.append(Leaf("copy" if buffer in copied else "array", kind))
         return arrays
 
-    def _leaf(self, value: Any, roots: dict[int, int]) -> Leaf:
+    def _leaf(self, value: Any, roots: dict[int, int], host: HostResults) -> Leaf:
         if not isinstance(value, PLAIN) and id(value) in self.owned:
             return Leaf("argument", self.owned[id(value)])
         if id(value) in self.containers and not isinstance(value, PLAIN):
@@ -146,7 +150,9 @@ class Results:
             evaluate, kind = value.node.evaluate, value.node.kind
             return Leaf("number", kind) if evaluate is None else Leaf("computed", lambda: evaluate() if kind is float else kind(evaluate()))
         if isinstance(value, torch.Tensor) and not self.is_before(value):
-            raise _on_other_device(value)
+            if self.is_stacked:
+                raise _in_each_step(value)
+            return Leaf("host", host.taken(value))
         if isinstance(value, RUNNING):
             raise _running(f"the compiled function returns a {type(value).__name__}")
         return Leaf("static", value)
@@ -198,6 +204,7 @@ def made(
     """
     values = iter(outputs)
     flat: list[Any] = []
+    roots: dict[int, torch.Tensor] = {}
     for leaf in leaves:
         if leaf.kind == "array":
             value, kind = next(values), leaf.value
@@ -222,6 +229,8 @@ def made(
             flat.append(of_caller(leaf.value, given))
         elif leaf.kind == "alias":
             flat.append(leaf.alias_kind.made_of(leaf.value.detach()))
+        elif leaf.kind == "host":
+            flat.append(leaf.value.made(roots))
         elif leaf.kind == "part":
             position, window = leaf.value
             flat.append(window.part_of(arguments[position]))
@@ -282,11 +291,11 @@ def _running(what: str) -> TraceError:
     )
 
 
-def _on_other_device(tensor: torch.Tensor) -> TraceError:
+def _in_each_step(tensor: torch.Tensor) -> TraceError:
     return TraceError(
         message(
             f"the compiled function returns a tensor on {tensor.device}, of shape {tuple(tensor.shape)}, or leaves it on an object",
-            "every call would return the value of the trace",
-            fix="create it on device 'jax'; keep a random state for the backward pass on `ctx`, not on a module",
+            "with steps_per_call the results of the steps are stacked on the device",
+            fix="create it on device 'jax', or return its values as a list: x.tolist()",
         )
     )

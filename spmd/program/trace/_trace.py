@@ -361,6 +361,7 @@ class Trace:
             recorder.newborn.__contains__,
             self.reads.is_before,
             self.numbers.stand_ins,
+            [place.holder for place in self.reads.read_places()],
         )
         arrays = results.outputs(flat)
         self.numbers.stand_ins = {}
