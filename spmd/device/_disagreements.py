@@ -15,6 +15,7 @@ them get one layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ def _split_alike(windows: Any, copies: Iterable[Any], mesh: ModuleMesh) -> None:
 def _propagated(module: Any, operations: Sequence[Any]) -> Any:
     """A copy of the module, with functions inlined and the layouts of Shardy's propagation; `operations` are numbered in it.
 
-    Nothing is inserted, so propagation gives the layouts that it will give when the module is compiled.
+    Nothing is inserted, and the operations are those that XLA will have, so propagation gives the layouts that the compiler will give.
     """
     kind = ir.IntegerType.get_signless(64)
     for number, operation in enumerate(operations):
@@ -122,6 +123,13 @@ def _propagated(module: Any, operations: Sequence[Any]) -> Any:
     copy = module.operation.clone()
     for operation in operations:
         del operation.attributes[_NUMBER]
+    for broadcast in operations_of(copy, "stablehlo.broadcast_in_dim"):  # XLA reads those that only add dims of size 1 as reshapes
+        result = broadcast.results[0]
+        dims = list(ir.DenseI64ArrayAttr(broadcast.attributes["broadcast_dimensions"]))
+        if math.prod(_shape(broadcast.operands[0])) == math.prod(_shape(result)) and dims == sorted(dims):
+            with ir.InsertionPoint(broadcast), ir.Location.unknown():
+                result.replace_all_uses_with(stablehlo.ReshapeOp(result.type, broadcast.operands[0]).result)
+            broadcast.operation.erase()
     passmanager.PassManager.parse("builtin.module(inline,sdy-propagation-pipeline)").run(copy)
     return copy
 
