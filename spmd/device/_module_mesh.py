@@ -65,6 +65,13 @@ class ModuleMesh:
         """Whether more than two axes with several devices occur in `splits`."""
         return len({axis for split in splits for axis in split if self.axes[axis] > 1}) > 2
 
+    def split_by(self, sharding: Any) -> Split:
+        """The axes of each dim in a layout; none for a dim that is split by a part of an axis, or if the layout is over another mesh."""
+        dims = [[sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
+        if ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value != self.name:
+            return ((),) * len(dims)
+        return tuple(() if any(axis.sub_axis_info is not None for axis in axes) else tuple(axis.name for axis in axes) for axes in dims)
+
     def _layout(self, entries: Iterable[str]) -> Any:
         return ir.Attribute.parse(f'#sdy.sharding<@"{self.name}", [{", ".join(entries)}]>')
 
@@ -81,4 +88,23 @@ def _axes(operation: Any) -> dict[str, int]:
     return {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(operation.attributes["mesh"]).axes)}
 
 
-__all__ = ["ModuleMesh", "Split", "largest_mesh"]
+def operations_of(module: Any, *names: str) -> list[Any]:
+    """The operations with these names in a module, in the order of its text."""
+    found: list[Any] = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name in names:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def constrain(operation: Any, position: int, sharding: Any) -> None:
+    """Constrain one operand to `sharding`."""
+    with ir.InsertionPoint(operation):
+        operation.operands[position] = sdy.ShardingConstraintOp(operation.operands[position], sharding).result
+
+
+__all__ = ["ModuleMesh", "Split", "constrain", "largest_mesh", "operations_of"]

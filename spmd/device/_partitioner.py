@@ -43,8 +43,9 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 
 from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._jax import is_tracing
+from spmd.device._disagreements import may_disagree, settle
 from spmd.device._inlined import Inlined
-from spmd.device._module_mesh import ModuleMesh, Split, largest_mesh
+from spmd.device._module_mesh import ModuleMesh, Split, constrain, largest_mesh, operations_of
 from spmd.device._products import product_layouts
 
 _CONVOLUTION, _TRANSFORM, _SCATTER = "stablehlo.convolution", "stablehlo.fft", "stablehlo.scatter"
@@ -56,18 +57,18 @@ _PROBE = "spmd.probe"
 
 
 def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
-    """Add layout constraints for the convolutions, matrix products, transforms, scatters and windowed maxima of a lowered program.
+    """Add layout constraints for the convolutions, products, transforms, scatters, gathers and windowed maxima of a lowered program.
 
     Args:
         platform: target platform of the program: 'cpu', 'gpu' or 'tpu'.
 
     Returns:
-        Whether the program has any of these operations.
+        Whether the program has any of these operations. Gathers and windows over several arrays count only if they get constraints.
     """
     module: Any = lowered.compiler_ir("stablehlo")
-    operations, transforms = _operations(module, *_NEED_SHARDINGS), _operations(module, _TRANSFORM)
-    selections = _operations(module, _SELECTION)
-    if not (operations or transforms or selections):
+    operations, transforms = operations_of(module, *_NEED_SHARDINGS), operations_of(module, _TRANSFORM)
+    selections, compared = operations_of(module, _SELECTION), may_disagree(module)
+    if not (operations or transforms or selections or compared):
         return False
     with module.context, ir.Location.unknown():
         mesh = largest_mesh(module)
@@ -86,7 +87,8 @@ def avoid_faults(lowered: jax.stages.Lowered, platform: str) -> bool:
             _keep_transform_whole(mesh, operation, platform == "cpu")
         for operation in selections:
             _keep_windows_whole(mesh, operation)
-    return True
+        has_changed = settle(module, compared, mesh)
+    return has_changed or bool(operations or transforms or selections)
 
 
 class PartitionedJit:
@@ -173,18 +175,6 @@ def _described(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else type(leaf)
 
 
-def _operations(module: Any, *names: str) -> list[Any]:
-    found: list[Any] = []
-
-    def visit(operation: Any) -> Any:
-        if operation.name in names:
-            found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    return found
-
-
 def _layouts(operation: Any, of_left: Split, of_right: Split, of_out: Split, mesh: ModuleMesh) -> tuple[Any, Any, Any]:
     """Layouts of a convolution's left operand, right operand and result.
 
@@ -228,8 +218,8 @@ def _constrain_all(operation: Any, layouts: tuple[Any, Any, Any] | None) -> None
     """Constrain both operands and the result to `layouts`; None leaves them unconstrained."""
     if layouts is None:
         return
-    _constrain(operation, 0, layouts[0])
-    _constrain(operation, 1, layouts[1])
+    constrain(operation, 0, layouts[0])
+    constrain(operation, 1, layouts[1])
     if layouts[2] is not None:
         _constrain_result(operation, layouts[2])
 
@@ -242,12 +232,6 @@ def _is_plain(operation: Any) -> bool:
 
 def _chosen(split: Split, dims: Iterable[int]) -> dict[int, Sequence[str]]:
     return {dim: split[dim] for dim in dims}
-
-
-def _constrain(operation: Any, position: int, sharding: Any) -> None:
-    """Constrain one operand to `sharding`."""
-    with ir.InsertionPoint(operation):
-        operation.operands[position] = sdy.ShardingConstraintOp(operation.operands[position], sharding).result
 
 
 def _constrain_result(operation: Any, sharding: Any) -> None:
@@ -280,14 +264,14 @@ def _keep_parts_equal(operation: Any, position: int, split: Split, mesh: ModuleM
     at_risk = _dims_at_risk(operation, position, mesh)
     shape = ir.RankedTensorType(value.type).shape
     equal = {dim: split[dim] if shape[dim] % mesh.num_parts(split[dim]) == 0 else () for dim in at_risk}
-    _constrain(operation, position, mesh.partly(value, equal))
+    constrain(operation, position, mesh.partly(value, equal))
 
 
 def _keep_transform_whole(mesh: ModuleMesh, operation: Any, is_on_cpu: bool) -> None:
     count = len(ir.DenseI64ArrayAttr(operation.attributes["fft_length"]))
     shapes = [ir.RankedTensorType(value.type).shape for value in (operation.operands[0], operation.results[0])]
     dims = range(len(shapes[0]) - count, len(shapes[0]))
-    _constrain(operation, 0, mesh.whole(operation.operands[0], dims))
+    constrain(operation, 0, mesh.whole(operation.operands[0], dims))
     _constrain_result(operation, mesh.whole(operation.results[0], dims))
     if is_on_cpu:
         with ir.InsertionPoint(operation):
@@ -305,7 +289,7 @@ def _keep_windows_whole(mesh: ModuleMesh, operation: Any) -> None:
     if not any(sizes[dim] >= 2 * strides[dim] for dim in dims):
         return
     for position in (0, 1):
-        _constrain(operation, position, mesh.whole(operation.operands[position], dims))
+        constrain(operation, position, mesh.whole(operation.operands[position], dims))
     _constrain_result(operation, mesh.whole(operation.results[0], dims))
 
 
@@ -327,14 +311,14 @@ def _propagated(module: Any, mesh: ModuleMesh, positions: Sequence[Sequence[int]
     """
     copy = module.operation.clone()
     ranks: list[int] = []
-    for operation, probed in zip(_operations(copy, *_NEED_SHARDINGS), positions, strict=True):
+    for operation, probed in zip(operations_of(copy, *_NEED_SHARDINGS), positions, strict=True):
         for position in probed:
             value = operation.results[0] if position == _RESULT else operation.operands[position]
             _insert_probe(operation, position, value, len(ranks))
             ranks.append(ir.RankedTensorType(value.type).rank)
     passmanager.PassManager.parse("builtin.module(inline,sdy-propagation-pipeline)").run(copy)
     by_probe: dict[int, set[Split]] = {}
-    for operation in _operations(copy, "stablehlo.custom_call"):
+    for operation in operations_of(copy, "stablehlo.custom_call"):
         if operation.attributes["call_target_name"].value == _PROBE:
             by_probe.setdefault(int(operation.attributes["backend_config"].value), set()).add(_split_of_result(operation, mesh))
     found = [by_probe.get(number, set()) for number in range(len(ranks))]
@@ -362,11 +346,7 @@ def _split_of_result(operation: Any, mesh: ModuleMesh) -> Split:
     rank = ir.RankedTensorType(operation.results[0].type).rank
     if "sdy.sharding" not in operation.attributes:
         return ((),) * rank
-    sharding = sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"]).shardings[0])
-    if ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value != mesh.name:
-        return ((),) * rank
-    dims = [[sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
-    return tuple(() if any(axis.sub_axis_info is not None for axis in axes) else tuple(axis.name for axis in axes) for axes in dims)
+    return mesh.split_by(sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"]).shardings[0]))
 
 
 __all__ = ["PartitionedJit", "avoid_faults", "raise_other_devices"]

@@ -216,8 +216,8 @@ class Program(Executable):
         if self.watched is not None:
             buffers = [*self.written.buffers, *self.read.buffers]
             check = partial(self.watched.require_same, name, self.mesh, buffers, arg_buffers), self._require_sound
-        request = CompileRequest(name, run, args, donate, pinned, self.mesh, self.devices.platform, self.is_ahead, self.digest, client)
-        return Compilation(request, making=making, check=check)
+        of = self.mesh, self.devices.platform, self.is_ahead, self.digest, client, self.captured.jaxpr.jaxpr
+        return Compilation(CompileRequest(name, run, args, donate, pinned, *of), making=making, check=check)
 
     @cached_property
     def compiled(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  (the first access waits)

@@ -15,6 +15,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.errors import JaxRuntimeError
+
 from mesh import Mesh
 from spmd.base._convert import exact_dtypes
 from spmd.base._jax_executables import Written
@@ -25,6 +27,7 @@ from spmd.program.xla._cached_executables import Cached, look_up, read, store
 from spmd.program.xla._compile_options import compiled
 from spmd.program.xla._compile_threads import compile_threads
 from spmd.program.xla._executable import lowered
+from spmd.program.xla._not_compiled import in_words
 from spmd.program.xla._target import target_text
 
 Lookup = Callable[[str], Cached | None]
@@ -51,6 +54,7 @@ class CompileRequest:
         is_ahead: the program is compiled for a topology that is not attached, so it cannot run here.
         digest: the program's digest, or None if it has none. Then no executable is looked up.
         client: jax's client of the devices.
+        jaxpr: the program as traced, or None. An error names its lines.
     """
 
     name: str
@@ -63,6 +67,7 @@ class CompileRequest:
     is_ahead: bool
     digest: str | None
     client: Any
+    jaxpr: Any = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ class Compilation:
             self._check[1](found)
         self._cached = self._lowered = self._check = None
         self._forget_arrays()
+        self._request = replace(self._request, jaxpr=None)
         return found, time.perf_counter() - start
 
     def _compiled(self) -> Any:
@@ -164,7 +170,13 @@ class Compilation:
         assert self._lowered is not None
         progress = underway(f"compiling {request.name}{target_text(request.mesh)}")
         with exact_dtypes(), progress, programs_not_kept() if request.is_ahead else nullcontext(), cache_requests() as cached:
-            found = compiled(self._lowered, request.platform, is_ahead=request.is_ahead)
+            try:
+                found = compiled(self._lowered, request.platform, is_ahead=request.is_ahead)
+            except JaxRuntimeError as error:
+                explained = in_words(error, request.name, request.mesh, request.jaxpr)
+                if explained is None:
+                    raise
+                raise explained from error
         if cached.value is not None:  # jax read it from its cache
             self.read_from = Written(cached.value, in_cache=True)
         if cached.key is not None and request.digest is not None:
