@@ -12,7 +12,7 @@ This module identifies operators by name only.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,17 +32,34 @@ class SavedResults:
         with _active(self._keep):
             yield
 
-    @contextmanager
-    def again(self) -> Generator[None]:
+    def again(self) -> _Again:
+        """A context in which results are replaced by the saved ones. It may be entered several times: once in each backward pass."""
+        return _Again(self)
+
+    def replacing(self) -> AbstractContextManager[None]:
         """While active, replace results by the saved ones."""
         rest = iter(self._results)
-        with _active(lambda name, result: next(rest) if self._policy(name) else result):
-            yield
+        return _active(lambda name, result: next(rest) if self._policy(name) else result)
 
     def _keep(self, name: str, result: Any) -> Any:
         if self._policy(name):
             self._results.append(result)
         return result
+
+
+class _Again(AbstractContextManager[None]):
+    """The context of `SavedResults.again`."""
+
+    def __init__(self, saved: SavedResults) -> None:
+        self._saved = saved
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._saved.replacing())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
 
 
 @contextmanager

@@ -104,6 +104,26 @@ def test_check_finds_a_stale_constant_and_leaves_state_alone() -> None:
     assert weight.tolist() == [4.0, 4.0, 4.0]
 
 
+@pytest.mark.multidevice(num=8)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_check_takes_a_parameter_that_the_first_call_lays_out(optimizer: Any) -> None:
+    linear = torch.nn.Linear(6, 3).to("jax")
+    opt = optimizer(linear.parameters(), lr=0.1)
+
+    @spmd.compile(check=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = linear(x).pow(2).mean()
+        loss.backward()
+        opt.step()
+        return loss
+
+    grid = mesh.Mesh(range(8), (2, 4), ("data", "model"))
+    for _ in range(3):
+        step(spmd.mark_sharding(torch.ones(8, 6).to("jax"), grid, ("data", None)))
+    assert step.num_traces == 1
+
+
 def test_debug_nans_names_the_first_module_and_keeps_the_state() -> None:
     model, optimizer, step = make()
     compiled = spmd.compile(step, debug_nans=True)

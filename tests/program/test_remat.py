@@ -50,6 +50,32 @@ def test_gradients_are_those_without_it(policy: Any, compiled: bool) -> None:
     assert_same(fn(batch(4, 8).to("jax")), gradients(host, batch(4, 8)))
 
 
+def of_two_losses(model: nn.Module, x: torch.Tensor) -> Any:
+    out = model(x)
+    out.sum().backward(retain_graph=True)
+    out.square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def of_a_penalty(model: nn.Module, x: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    slope = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+    return slope.detach(), *torch.autograd.grad(out.mean() + slope.square().sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fn", [of_two_losses, of_a_penalty])
+@pytest.mark.parametrize("policy", ["nothing", "dots", "everything"])
+def test_several_backward_passes_compute_it_several_times(policy: Any, fn: Any, compiled: bool) -> None:
+    host, device = twins(lambda: Net(act=nn.Tanh).double())
+    for block in device.blocks:
+        spmd.remat(policy)(block)
+    run: Any = spmd.compile(lambda x: fn(device, x)) if compiled else lambda x: fn(device, x)
+    x = batch(4, 8).double()
+    assert_same(run(x.to("jax")), fn(host, x))
+
+
 def dots(device: nn.Module) -> int:
     step = spmd.compile(lambda x: gradients(device, x))
     step(batch(4, 8).to("jax"))

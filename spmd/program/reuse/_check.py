@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from spmd.base._errors import TraceError, message
 from spmd.device._storage import buffer_of, is_device_tensor
@@ -31,7 +32,7 @@ def require_same(name: str, old: Captured, new: Captured) -> None:
 
 def _difference(old: Captured, new: Captured) -> list[str] | None:
     new = _in_order_of(old, new)
-    then, now = str(old.jaxpr.jaxpr).splitlines(), str(new.jaxpr.jaxpr).splitlines()
+    then, now = (str(_without_layouts(captured.jaxpr.jaxpr)).splitlines() for captured in (old, new))
     for a, b in zip(then, now, strict=False):
         if a != b:
             return [f"traced: {a.strip()}", f"now:    {b.strip()}"]
@@ -53,6 +54,22 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
         if leaf.kind == "static" and leaf.value != leaf_now.value:
             return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]
     return None
+
+
+def _without_layouts(value: Any) -> Any:
+    """A jaxpr, or a parameter of an equation, without the layouts of results. Inputs that are laid out by the first call bring them."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_without_layouts, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, ClosedJaxpr):
+        return value.replace(jaxpr=_without_layouts(value.jaxpr))
+    if not isinstance(value, Jaxpr):
+        return value
+    return value.replace(eqns=[equation.replace(params=_params(equation)) for equation in value.eqns])
+
+
+def _params(equation: Any) -> dict[str, Any]:
+    names = () if equation.primitive.name == "sharding_constraint" else ("sharding", "out_sharding")
+    return {name: None if name in names else _without_layouts(value) for name, value in equation.params.items()}
 
 
 def _replaced(captured: Captured) -> dict[Any, int]:
