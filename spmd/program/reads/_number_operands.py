@@ -82,7 +82,7 @@ def runs_on_host(fn: Any, given: tuple[Any, ...], options: dict[str, Any]) -> bo
     device, owner = options.get("device"), getattr(fn, "__self__", None)
     if device is not None:
         return torch.device(device).type == "cpu"
-    operands = [owner, *given, *options.values()]
+    operands: list[Any] = [owner, *given, *options.values()]
     parts = [part for value in operands for part in (value if type(value) in (list, tuple) else (value,))]
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     return all(map(_is_of_host, tensors)) if tensors else torch.get_default_device().type == "cpu"
