@@ -16,7 +16,7 @@ from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError, SpecLike
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._jax import is_tracer
-from spmd.base._torch import disable_dynamo, graph_break, torch_at_least
+from spmd.base._torch import disable_dynamo, graph_break, is_functorch_wrapped_tensor, torch_at_least
 from spmd.base._wrong_arguments import wrong_argument
 from spmd.device._layout import forget, remember
 from spmd.device._storage import buffer_of, load, recording, store
@@ -48,11 +48,20 @@ def mark_sharding(
 
     Raises:
         SpecError: wrong rank, unknown axis, an axis used twice, or `uneven="error"` and a dim whose size its axes do not divide.
-        SpmdError: `tensor` is not a tensor, is on another device, or is a view that does not cover its whole storage.
+        SpmdError: `tensor` is not a tensor, is on another device, is a view that does not cover its whole storage, or is one of a
+            transform of torch.func (`grad`, `vmap`, `jvp`).
     """
     require_tensor(tensor, "mark_sharding", "mark_sharding(torch.as_tensor(value), mesh, spec)")
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(tensor, mesh, partition_spec, uneven)
+    if is_functorch_wrapped_tensor(tensor):
+        raise SpmdError(
+            message(
+                f"mark_sharding was given a tensor of torch.func, of shape {tuple(tensor.shape)}",
+                "inside grad, vmap, jvp and functions made of them a tensor has no memory that could be laid out",
+                fix="x = spmd.call_jax(lambda v: jax.lax.with_sharding_constraint(v, sharding), (x,)), with a jax NamedSharding",
+            )
+        )
     spec = checked_spec(tensor, as_mesh(mesh), partition_spec, uneven, devices=("jax", "cpu", "meta"))
     if tensor.device.type != "jax":
         remember(tensor, spec)

@@ -269,3 +269,30 @@ def test_a_sparse_tensor_is_refused(mesh_4x2: mesh.Mesh) -> None:
 def test_what_is_no_tensor_is_refused(value: Any, text: str, mesh_4x2: mesh.Mesh) -> None:
     with pytest.raises(spmd.SpmdError, match=f"mark_sharding takes a tensor, {text}"):
         spmd.mark_sharding(value, mesh_4x2, ("data",))
+
+
+TRANSFORMS: list[Any] = [
+    lambda fn, x: torch.func.grad(lambda v: fn(v).sum())(x),
+    lambda fn, x: torch.func.vmap(fn)(x),
+    lambda fn, x: torch.func.vjp(fn, x)[1](x)[0],
+]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_tensor_of_torch_func_is_refused_and_a_constraint_of_jax_taken(transform: Any, is_compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    sharding = mesh.ShardingSpec(mesh_4x2, ("data",)).to_jax()
+
+    def marked(x: torch.Tensor) -> torch.Tensor:
+        return spmd.mark_sharding(x * 2, mesh_4x2, ("data", "model")[: x.dim()]).sin()
+
+    def constrained(x: torch.Tensor) -> torch.Tensor:
+        return spmd.call_jax(lambda v: jax.lax.with_sharding_constraint(v, sharding), (x * 2,)).sin()
+
+    def run(fn: Any, x: torch.Tensor) -> Any:
+        return (spmd.compile(lambda x: transform(fn, x)) if is_compiled else lambda x: transform(fn, x))(x)
+
+    x = batch(8, 4)
+    with pytest.raises(spmd.SpmdError, match=r"(?s)mark_sharding was given a tensor of torch.func.*fix: x = spmd.call_jax\("):
+        run(marked, x.to("jax"))
+    assert_same(run(constrained, x.to("jax")), transform(lambda x: (x * 2).sin(), x))
