@@ -150,3 +150,29 @@ def test_over_a_mesh(mesh_4x2: mesh.Mesh) -> None:
         expected = torch.arange(8.0) + torch.randint(1000, (8,), device="jax", generator=generator(k)).cpu()
         assert torch.equal(step(x, generator(k)).cpu(), expected)
     assert (step.num_traces, step.num_executables) == (1, 1)
+
+
+OF_HOST: Any = torch.Generator()
+OF_DEVICE: Any = torch.Generator("jax") if torch_at_least("2.13") else None
+READS: dict[str, Callable[[], Any]] = {
+    "seed": lambda: torch.initial_seed(),
+    "seed of the default": lambda: torch.default_generator.initial_seed(),
+    "seed of the device": lambda: torch.jax.initial_seed(),  # type: ignore[attr-defined]
+    "seed of a generator of the host": lambda: OF_HOST.initial_seed(),
+    "seed of a generator of the device": lambda: OF_DEVICE.initial_seed(),
+    "state of a generator of the host": lambda: OF_HOST.get_state().sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_step_reads_of_a_generator_is_that_of_each_call(name: str) -> None:
+    step = spmd.compile(lambda x: (x + 1, READS[name]()))
+    found = []
+    for seed in (1, 1, 2, 3, 1):
+        torch.manual_seed(seed)
+        for generator in (OF_HOST, OF_DEVICE):
+            generator.manual_seed(10 * seed)
+        expected = READS[name]()
+        assert step(torch.ones(2, device="jax"))[1] == expected
+        found.append(expected)
+    assert len(set(found)) == 3 and step.num_traces == 3

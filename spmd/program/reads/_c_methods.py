@@ -19,7 +19,7 @@ from spmd.program.reads._container_methods import CONTAINERS, note_method
 from spmd.program.reads._hidden_state import LOCKS, POINTER, has_hidden_state, is_output, lock_question
 from spmd.program.reads._library import is_recorded
 from spmd.program.reads._places import CDATA
-from spmd.program.reads._random_generators import GLOBAL_RANDOM, state_of
+from spmd.program.reads._random_generators import GLOBAL_RANDOM, question_of_generator, state_of
 from spmd.program.reads._trace_errors import refused
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def note_c_method(recording: Recording, owner: Any, name: str, args: tuple[Any, 
     if issubclass(kind, CONTAINERS) and not issubclass(kind, np.ndarray):
         note_method(recording, owner, name, args)
         return
-    if kind is ContextVar:
+    if (question := question_of_generator(name, owner)) is not None:
+        recording.ask_all([question])
+    elif kind is ContextVar:
         if name != "get" and owner.get(recording) is recording and not recording.has_own_context:
             raise ContextNeeded
         recording.read_content(owner) if name == "get" else recording.journal.content(owner, owner.name)

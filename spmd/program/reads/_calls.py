@@ -19,7 +19,6 @@ import logging
 import math
 import operator
 import os
-import random
 import sys
 import threading
 import time
@@ -72,7 +71,7 @@ from spmd.program.reads._pointed_memory import require_no_address
 from spmd.program.reads._process_only import ADDRESSES, question_of_hashes, questions_of_output
 from spmd.program.reads._process_settings import TEXTS, questions_of_call, setting_of_call
 from spmd.program.reads._questions import INSTEAD, why_not_repeated
-from spmd.program.reads._random_generators import exact_state
+from spmd.program.reads._random_generators import question_of_generator
 from spmd.program.reads._source_text import note_source
 from spmd.program.reads._tensor_numbers import for_tensors
 from spmd.program.reads._trace_errors import refused
@@ -350,8 +349,8 @@ def _note_method(recording: Recording, name: str, owner: Any) -> None:
     """Record the writes of those library methods whose effect other code reads as an attribute or an item."""
     if is_environment(owner) and name in ("pop", "popitem", "update", "setdefault", "clear"):
         recording.mutate(owner)
-    if name in ("getstate", "get_state") and isinstance(owner, (random.Random, np.random.RandomState)):
-        recording.ask_all([((id(owner), name), f"{type(owner).__name__}.{name}()", functools.partial(exact_state, owner))])
+    if (question := question_of_generator(name, owner)) is not None:
+        recording.ask_all([question])
     if isinstance(owner, threading.Event):
         recording.load_attr(owner, "_flag")
         if name in ("set", "clear"):

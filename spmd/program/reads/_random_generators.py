@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from spmd.device._backend import DeviceModule
 from spmd.device._generator import DeviceGenerator
 
 if TYPE_CHECKING:
+    from spmd.program.reads._questions import Question
     from spmd.program.reads._recorder import Recording
 
 GLOBAL_RANDOM = random.random.__self__
@@ -53,12 +56,24 @@ def state_of(generator: Any) -> Any:
     return repr(bits.state), getattr(bits.seed_seq, "n_children_spawned", 0)
 
 
-def exact_state(generator: random.Random | np.random.RandomState) -> tuple[Any, ...]:
+def question_of_generator(name: str, owner: Any) -> Question | None:
+    """The question that a method of a random generator asks: its state, or the seed of one of torch; None for other methods."""
+    is_of_torch = isinstance(owner, torch.Generator) and type(owner) is not DeviceGenerator
+    if name == "initial_seed" and (is_of_torch or isinstance(owner, DeviceModule)):
+        return (id(owner), name), f"{name}()", owner.initial_seed
+    if name in ("getstate", "get_state") and (is_of_torch or isinstance(owner, (random.Random, np.random.RandomState))):
+        return (id(owner), name), f"{type(owner).__name__}.{name}()", partial(_exact_state, owner)
+    return None
+
+
+def _exact_state(generator: Any) -> tuple[Any, ...]:
     """The whole state of a generator that a function has read, as plain values."""
+    if isinstance(generator, torch.Generator):
+        return (generator.get_state().numpy().tobytes(),)
     if isinstance(generator, random.Random):
         return generator.getstate()
     name, key, *rest = generator.get_state(legacy=True)
     return name, key.tobytes(), *rest  # type: ignore[union-attr]
 
 
-__all__ = ["GLOBAL_RANDOM", "exact_state", "is_generator", "note_generator", "state_of"]
+__all__ = ["GLOBAL_RANDOM", "is_generator", "note_generator", "question_of_generator", "state_of"]
