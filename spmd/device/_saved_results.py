@@ -12,7 +12,7 @@ This module identifies operators by name only.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,17 +32,29 @@ class SavedResults:
         with _active(self._keep):
             yield
 
-    @contextmanager
-    def again(self) -> Generator[None]:
-        """While active, replace results by the saved ones."""
-        rest = iter(self._results)
-        with _active(lambda name, result: next(rest) if self._policy(name) else result):
-            yield
+    def again(self) -> AbstractContextManager[None]:
+        """While active, replace results by the saved ones. May be entered again, as each backward pass recomputes."""
+        return _Again(self._policy, self._results)
 
     def _keep(self, name: str, result: Any) -> Any:
         if self._policy(name):
             self._results.append(result)
         return result
+
+
+class _Again(AbstractContextManager[None]):
+    def __init__(self, policy: Callable[[str], bool], results: list[Any]) -> None:
+        self._policy, self._results = policy, results
+        self._entered = list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        rest = iter(self._results)
+        active = _active(lambda name, result: next(rest) if self._policy(name) else result)
+        active.__enter__()
+        self._entered.append(active)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 @contextmanager
