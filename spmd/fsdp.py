@@ -29,6 +29,7 @@ from spmd.device._deferred import ByIdentity, Deferrable
 from spmd.device._fence import fenced, is_fencing
 from spmd.device._layout import annotation_of, set_state_sharding, state_sharding_of
 from spmd.device._storage import Buffer, buffer_of, load, strided_alias, wrap
+from spmd.device._with_graph import with_graph_of
 from spmd.patches._table import current
 from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding
 from spmd.sharding._axes import fsdp_axis
@@ -347,7 +348,7 @@ class _Call:
             return gradient
         self._forget_after_backward()
         first, *self._fence = fenced([gradient, *self._sources])
-        return first
+        return with_graph_of(gradient, first) if torch.is_grad_enabled() else first
 
     def _forget_after_backward(self) -> None:
         """Drop gathered parameters when the backward pass ends. With `retain_graph=True` they would otherwise stay alive."""
@@ -398,24 +399,48 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, unit: _Unit, is_recomputed: bool) -> torch.Tensor:
         ctx.unit, ctx.dtype, ctx.sharding = unit, parameter.dtype, _gradient_sharding(parameter, unit)
+        ctx.whole = _whole_sharding(parameter, unit)
+        ctx.set_materialize_grads(False)
         source = fenced([parameter])[0] if is_recomputed else parameter
         return _gathered(source, parameter, unit)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         policy: MixedPrecision | None = ctx.unit.policy
         gradient = grads[0]
+        if gradient is None:  # an unused parameter
+            return None, None, None
         if policy is not None and policy.reduce_dtype is not None:
             gradient = gradient.to(policy.reduce_dtype)
-        return _placed_copy(gradient, _by_identity(ctx.sharding), None).to(ctx.dtype), None, None
+        return _relaid(gradient, ctx.sharding, ctx.whole).to(ctx.dtype), None, None
+
+
+class _Relaid(torch.autograd.Function):
+    """A gradient in layout `sharding`; its own gradient gets layout `back`. What `_Gather` is for values, for second derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, sharding: ShardingSpec | None, back: ShardingSpec | None) -> torch.Tensor:
+        ctx.sharding, ctx.back = sharding, back
+        return _placed_copy(gradient, _by_identity(sharding), None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _relaid(grads[0], ctx.back, ctx.sharding), None, None
+
+
+def _relaid(gradient: torch.Tensor, sharding: ShardingSpec | None, back: ShardingSpec | None) -> torch.Tensor:
+    if torch.is_grad_enabled():  # a backward pass with create_graph=True
+        return _Relaid.apply(gradient, sharding, back)  # pyright: ignore[reportReturnType]
+    return _placed_copy(gradient, _by_identity(sharding), None)
 
 
 def _gathered(source: torch.Tensor, parameter: torch.Tensor, unit: _Unit) -> torch.Tensor:
     """`source`, the values of `parameter`, cast to the dtype of computation and gathered along the unit's axes."""
-    policy, annotation = unit.policy, annotation_of(parameter)
+    policy = unit.policy
     casts = policy is not None and policy.param_dtype is not None and parameter.is_floating_point()
-    whole = None if annotation is None or unit.stage < 3 else _without(annotation, unit.axes)
-    return _placed_copy(source, _by_identity(whole), policy.param_dtype if casts and policy is not None else None)
+    return _placed_copy(
+        source, _by_identity(_whole_sharding(parameter, unit)), policy.param_dtype if casts and policy is not None else None
+    )
 
 
 def _placed(tensor: torch.Tensor, sharding: ByIdentity, dtype: torch.dtype | None) -> torch.Tensor:
@@ -433,6 +458,12 @@ _placed_copy = Deferrable("fully_shard", _placed)
 def _by_identity(sharding: ShardingSpec | None) -> ByIdentity:
     """The same object for equal shardings, because deferred operations are compared by identity."""
     return ByIdentity(sharding)
+
+
+def _whole_sharding(parameter: torch.Tensor, unit: _Unit) -> ShardingSpec | None:
+    """The sharding of the gathered parameter; None: that of the parameter."""
+    annotation = annotation_of(parameter)
+    return None if annotation is None or unit.stage < 3 else _without(annotation, unit.axes)
 
 
 def _gradient_sharding(parameter: torch.Tensor, unit: _Unit) -> ShardingSpec | None:

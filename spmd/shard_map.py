@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from spmd.base._jax_notes import without_jax_note
 from spmd.base._jax_varying import axes_of_outputs
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
+from spmd.device._with_graph import with_graph_of
 from spmd.program.trace._part import Part
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._tensor import become_sharded
@@ -101,7 +103,7 @@ class _Region:
 
     def __call__(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         self._check(args)
-        results: Any = _Mapped.apply(self, *args)
+        results: Any = _Mapped.apply(_Run(self._on_global, self.compiled), *args)
         for tensor, sharding in zip(results, self.outputs, strict=True):
             if not is_tracing():
                 buffer_of(tensor).annotation = sharding
@@ -136,25 +138,15 @@ class _Region:
         entry = sharding.partition_spec[dim]
         return [self.mesh.to_jax().shape[axis] for axis in (entry if isinstance(entry, tuple) else (entry,))]
 
-    def arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the region on global arrays. Eagerly, every call traces it and compiles each distinct program once."""
-        run = jax.shard_map(
+    def _on_global(self, *values: Any) -> tuple[Any, ...]:
+        """Run the region on tracers for global arrays."""
+        return jax.shard_map(
             self._on_shards,
             mesh=self.mesh.to_jax(),
             in_specs=tuple(s.partition_spec.to_jax() for s in self.inputs),
             out_specs=tuple(s.partition_spec.to_jax() for s in self.outputs),
             check_vma=False,
-        )
-        if is_tracing():
-            return run(*values)
-        with without_jax_note():
-            closed = jax.make_jaxpr(run)(*values)
-        key = str(closed.jaxpr)
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            jaxpr = closed.jaxpr
-            compiled = self.compiled[key] = PartitionedJit(lambda consts, *inputs: eval_jaxpr(jaxpr, consts, *inputs))
-        return tuple(compiled(closed.consts, *values))
+        )(*values)
 
     def _on_shards(self, *shards: Any) -> tuple[Any, ...]:
         """Run `fn` on tracers for one device's shards. jax calls it once per trace."""
@@ -215,37 +207,71 @@ def _named_axes(sharding: ShardingSpec) -> frozenset[str]:
     return frozenset(axis for entry in entries for axis in entry if axis is not None)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A region, or a gradient of one. Eagerly, every call traces it and compiles each distinct program once."""
+
+    fn: Callable[..., tuple[Any, ...]]
+    compiled: dict[Any, Callable[..., Any]]
+
+    def __call__(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        if is_tracing():
+            return self.fn(*values)
+        with without_jax_note():
+            closed = jax.make_jaxpr(self.fn)(*values)
+        key = str(closed.jaxpr)
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            jaxpr = closed.jaxpr
+            compiled = self.compiled[key] = PartitionedJit(lambda consts, *inputs: eval_jaxpr(jaxpr, consts, *inputs))
+        return tuple(compiled(closed.consts, *values))
+
+    def vjp(self, wanted: Sequence[int], values: Sequence[Any]) -> Any:
+        """`jax.vjp` as a function of the values at `wanted`."""
+
+        def of_wanted(*chosen: Any) -> tuple[Any, ...]:
+            filled = list(values)
+            for position, value in zip(wanted, chosen, strict=True):
+                filled[position] = value
+            return self(filled)
+
+        return jax.vjp(of_wanted, *(values[i] for i in wanted))
+
+    def gradient(self, wanted: Sequence[int], count: int) -> _Run:
+        """The gradients of the inputs at `wanted`, as a function of all `count` inputs and then the gradients of the results."""
+        return _Run(lambda *values: tuple(self.vjp(wanted, values[:count])[1](tuple(values[count:]))), self.compiled)
+
+
 class _Mapped(torch.autograd.Function):
-    """A region as a node on autograd's tape."""
+    """A region, or its gradient, as a node on autograd's tape."""
 
     @staticmethod
-    def forward(ctx: Any, region: _Region, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: _Run, *tensors: torch.Tensor) -> Any:
         wanted = [i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 1] and t.is_floating_point()]
         with exact_dtypes():
             values = [load(t) for t in tensors]
             if not wanted:
-                return tuple(wrap(value) for value in region.arrays(values))
-
-            def of_wanted(*chosen: Any) -> tuple[Any, ...]:
-                filled = list(values)
-                for position, value in zip(wanted, chosen, strict=True):
-                    filled[position] = value
-                return region.arrays(filled)
-
-            results, vjp = jax.vjp(of_wanted, *(values[i] for i in wanted))
+                return tuple(wrap(value) for value in run(values))
+            results, vjp = run.vjp(wanted, values)
         leaves, ctx.tree = jax.tree.flatten(vjp)
-        ctx.wanted, ctx.count = wanted, len(tensors)
-        ctx.save_for_backward(*(wrap(jnp.asarray(leaf)) for leaf in leaves))
+        ctx.run, ctx.wanted, ctx.count = run, wanted, len(tensors)
+        # Copies, so that a write to an argument before the backward pass is no error. Second derivatives need them.
+        own = (with_graph_of(t, wrap(v)) if i in wanted else wrap(v) for i, (t, v) in enumerate(zip(tensors, values, strict=True)))
+        ctx.save_for_backward(*own, *(wrap(jnp.asarray(leaf)) for leaf in leaves))
         return tuple(wrap(value) for value in results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        with exact_dtypes():
-            vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in ctx.saved_tensors])
-            found = vjp(tuple(load(grad) for grad in grads))
+        tensors, leaves = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        if torch.is_grad_enabled():  # a backward pass with create_graph=True
+            found: Any = _Mapped.apply(ctx.run.gradient(ctx.wanted, ctx.count), *tensors, *grads)
+        else:
+            with exact_dtypes():
+                vjp = jax.tree.unflatten(ctx.tree, [load(leaf) for leaf in leaves])
+                found = tuple(wrap(value) for value in vjp(tuple(load(grad) for grad in grads)))
         result: list[Any] = [None] * (ctx.count + 1)
         for position, value in zip(ctx.wanted, found, strict=True):
-            result[position + 1] = wrap(value)
+            result[position + 1] = value
         return tuple(result)
 
 

@@ -96,6 +96,42 @@ def test_gradients_are_those_of_the_whole_function(compiled: bool, mesh_4x2: mes
         assert_same(device.grad, host.grad)
 
 
+def second(fn: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
+    """Gradients of gradients, and of these."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    first = torch.autograd.grad(fn(x, w).square().sum(), (x, w), create_graph=True)
+    second = torch.autograd.grad([g.square().sum() for g in first], (x, w), create_graph=True)
+    return *(g.detach() for g in second), *torch.autograd.grad([g.sum() for g in second], (x, w))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_higher_derivatives_are_those_of_the_whole_function(compiled: bool, mesh_4x2: mesh.Mesh) -> None:
+    x, w = batch(8, 16).double(), batch(16, 4, seed=2).double()
+    mapped = spmd.shard_map(matmul, mesh_4x2, ((D, M), (M, None)), (D, None))
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return second(mapped, x, w)
+
+    found = (spmd.compile(run) if compiled else run)(x.to("jax"), w.to("jax"))
+    assert_same(found, second(lambda x, w: torch.tanh(x) @ w, x, w))
+
+
+def test_a_hessian_is_that_of_the_whole_function(mesh_4x2: mesh.Mesh) -> None:
+    mapped = spmd.shard_map(lambda x: all_reduce(x.sin().sum() ** 2, "sum", (D, M)), mesh_4x2, ((D, M),), ())
+    x = batch(4, 2)
+    found = spmd.compile(lambda x: torch.autograd.functional.hessian(mapped, x))(x.to("jax"))
+    assert_same(found, torch.autograd.functional.hessian(lambda x: x.sin().square().sum(), x))
+
+
+def test_an_argument_may_be_written_to_before_the_backward_pass(mesh_4x2: mesh.Mesh) -> None:
+    x = batch(8, 4).to("jax").requires_grad_()
+    h = x * 1
+    out = spmd.shard_map(torch.tanh, mesh_4x2, ((D, M),), (D, M))(h)
+    h.add_(1)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert_same(grad, 1 - batch(8, 4).tanh() ** 2)
+
+
 def test_a_compiled_region_sends_what_it_says_and_nothing_else(mesh_4x2: mesh.Mesh) -> None:
     mapped = spmd.shard_map(matmul, mesh_4x2, ((D, M), (M, None)), (D, None))
     x = spmd.mark_sharding(batch(8, 16).to("jax"), mesh_4x2, (D, M))

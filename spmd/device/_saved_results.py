@@ -32,14 +32,9 @@ class SavedResults:
         with _active(self._keep):
             yield
 
-    def again(self) -> _Again:
-        """A context in which results are replaced by the saved ones. It may be entered several times: once in each backward pass."""
-        return _Again(self)
-
-    def replacing(self) -> AbstractContextManager[None]:
-        """While active, replace results by the saved ones."""
-        rest = iter(self._results)
-        return _active(lambda name, result: next(rest) if self._policy(name) else result)
+    def again(self) -> AbstractContextManager[None]:
+        """While active, replace results by the saved ones. May be entered again, as each backward pass recomputes."""
+        return _Again(self._policy, self._results)
 
     def _keep(self, name: str, result: Any) -> Any:
         if self._policy(name):
@@ -50,16 +45,18 @@ class SavedResults:
 class _Again(AbstractContextManager[None]):
     """The context of `SavedResults.again`."""
 
-    def __init__(self, saved: SavedResults) -> None:
-        self._saved = saved
-        self._entered: list[AbstractContextManager[None]] = []
+    def __init__(self, policy: Callable[[str], bool], results: list[Any]) -> None:
+        self._policy, self._results = policy, results
+        self._entered = list[AbstractContextManager[None]]()
 
     def __enter__(self) -> None:
-        self._entered.append(self._saved.replacing())
-        self._entered[-1].__enter__()
+        rest = iter(self._results)
+        active = _active(lambda name, result: next(rest) if self._policy(name) else result)
+        active.__enter__()
+        self._entered.append(active)
 
-    def __exit__(self, *raised: Any) -> None:
-        self._entered.pop().__exit__(*raised)
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 @contextmanager

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 
 from spmd.base._torch import top_saved_tensors_default_hooks
+from spmd.device._once_differentiable import once_differentiable
 from spmd.device._storage import buffer_of, load, wrap, wrap_unset
 
 if TYPE_CHECKING:
     from spmd.dynamo._graph_executables import GraphExecutables
 
 _BYTE = np.dtype(np.uint8)
+_FIX = "spmd.compile(step) instead of torch.compile(model): a compiled step has all derivatives"
 Gradient = torch.Tensor | None
 
 
@@ -48,6 +50,7 @@ def on_tape(program: GraphExecutables, tensors: list[torch.Tensor], args: tuple[
     return made
 
 
+@once_differentiable("a graph of torch.compile", fix=_FIX)
 class _Whole(torch.autograd.Function):
     """apply(program, tensors, args, *tensors that get a gradient)"""
 
@@ -64,7 +67,6 @@ class _Whole(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of `wanted`."""
         program: GraphExecutables = ctx.program
@@ -103,6 +105,7 @@ class _Call:
         return self.ready.pop(outputs)[1]
 
 
+@once_differentiable("a graph of torch.compile", fix=_FIX, others=lambda call, outputs, tensors, *rest: tensors)
 class _Group(torch.autograd.Function):
     """apply(call, outputs, tensors, computed, tensors of the outputs' shapes, *inputs that exactly these outputs reach)"""
 
@@ -114,7 +117,6 @@ class _Group(torch.autograd.Function):
         return tuple(wrap_unset(tuple(t.shape), buffer_of(t).dtype) for t in like)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of `wanted`."""
         own = {i: grad for i, grad in zip(ctx.outputs, grads, strict=True) if grad is not None}
@@ -132,7 +134,6 @@ class _Output(torch.autograd.Function):
         return value[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Gradient) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The output's gradient, for each group."""
         if grad is not None:

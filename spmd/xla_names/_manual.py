@@ -126,8 +126,21 @@ class _ToManual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        copied = _unnamed_axes(ctx.spec)
-        return per_device(lambda g: jax.lax.psum(g, copied) if copied else g, _without_class(grads[0]), None, ctx.spec), None
+        gradient = _without_class(grads[0])
+        return (_Summed.apply(gradient, ctx.spec) if torch.is_grad_enabled() else _summed(gradient, ctx.spec)), None
+
+
+class _Summed(torch.autograd.Function):
+    """The gradient of `_ToManual` as a node, for second derivatives. Each gradient is the other's."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
+        ctx.spec = spec
+        return _summed(t, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _ToManual.apply(grads[0], ctx.spec), None
 
 
 class _ToGlobal(torch.autograd.Function):
@@ -141,7 +154,15 @@ class _ToGlobal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         copies = math.prod(ctx.spec.mesh.axis_size(axis) for axis in _unnamed_axes(ctx.spec))
+        if torch.is_grad_enabled():  # a backward pass with create_graph=True
+            return _ToManual.apply(grads[0] / copies, ctx.spec), None
         return per_device(lambda g: g / copies if copies > 1 else g, grads[0], ctx.spec, None), None
+
+
+def _summed(t: torch.Tensor, spec: ShardingSpec) -> torch.Tensor:
+    """The global tensor of the shards `t`, summed over their copies."""
+    copied = _unnamed_axes(spec)
+    return per_device(lambda g: jax.lax.psum(g, copied) if copied else g, t, None, spec)
 
 
 def per_device(

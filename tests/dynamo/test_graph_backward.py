@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import spmd
 import spmd.dynamo._compile_graph as backend
 from tests.oracle import assert_same, assert_same_model, batch, twins
 
@@ -156,3 +157,30 @@ def test_a_backward_pass_frees_what_only_it_reached() -> None:
         for output in (one, other):
             with pytest.raises(RuntimeError, match="second time"):
                 output.sum().backward()
+
+
+def on_leaves(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo itself looks there
+@pytest.mark.parametrize("before", [on_leaves, torch.tanh])
+def test_a_second_derivative_is_refused(before: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """One node for all outputs, and a node for each group of inputs."""
+
+    def two(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * 2).tanh(), (x * y).sin()
+
+    for fn in (lambda x, y: two(x, y)[1], two):
+        graph = torch.compile(fn, backend="spmd", fullgraph=True)
+        x, y = batch(2, 3).to("jax").requires_grad_(), batch(2, 3, seed=2).to("jax").requires_grad_()
+        out = graph(before(x), before(y))
+        loss = out.sum() if isinstance(out, torch.Tensor) else out[0].sum() + out[1].sum()
+        grads = torch.autograd.grad(loss, (x, y), create_graph=True)
+        host = [t.detach().cpu().requires_grad_() for t in (x, y)]
+        want = fn(*map(before, host))
+        want = want.sum() if isinstance(want, torch.Tensor) else want[0].sum() + want[1].sum()
+        assert_same(tuple(g.detach() for g in grads), torch.autograd.grad(want, host))
+        for of in (x, y):
+            with pytest.raises(spmd.SpmdError, match="a graph of torch.compile was differentiated twice(?s:.*)fix: spmd.compile"):
+                torch.autograd.grad(grads[0].square().sum(), of, retain_graph=True)

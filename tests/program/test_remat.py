@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -222,3 +223,24 @@ ABOVE = pytest.mark.xfail(strict=True, reason="1.30 times: the schedule is jax's
 def test_temporaries_are_at_most_those_of_jax_checkpoint(policy: str) -> None:
     ours, theirs = measured(policy)
     assert ours <= 1.03 * theirs
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("policy", ["nothing", "dots"])
+def test_a_graph_may_be_used_twice(policy: str, compiled: bool) -> None:
+    """Each backward pass recomputes: with `retain_graph`, and for second derivatives."""
+
+    def step(fn: Callable[..., Any], x: torch.Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        out = fn(x).square().sum()
+        (first,) = torch.autograd.grad(out, x, retain_graph=True)
+        (again,) = torch.autograd.grad(out, x, create_graph=True)
+        return first, again.detach(), torch.autograd.grad(again.square().sum(), x)[0]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.T).tanh()
+
+    def run(x: torch.Tensor) -> Any:
+        return step(spmd.remat(policy)(fn), x)
+
+    assert_same((spmd.compile(run) if compiled else run)(batch(4, 4).double().to("jax")), step(fn, batch(4, 4).double()))

@@ -35,6 +35,23 @@ def test_pieces_go_through_operations_and_come_back(spec: Any) -> None:
     assert_same(x.grad, host.grad)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_spec
+def test_gradients_of_gradients_are_those_of_the_whole(spec: Any, compiled: bool) -> None:
+    where = grid()
+
+    def step(x: torch.Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        part = x if x.is_cpu else spmd.enable_manual_sharding(x, spec, mesh=where)
+        part = part.sin().exp()
+        whole = part if x.is_cpu else spmd.disable_manual_sharding(part, spec, (8, 16), mesh=where)
+        (first,) = torch.autograd.grad(whole.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        return second.detach(), torch.autograd.grad(second.sum(), x)[0]
+
+    assert_same((spmd.compile(step) if compiled else step)(batch(8, 16).double().to("jax")), step(batch(8, 16).double()))
+
+
 @each_spec
 def test_the_same_inside_a_program_communicates_nothing(spec: Any) -> None:
     where = grid()

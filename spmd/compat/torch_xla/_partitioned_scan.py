@@ -17,6 +17,7 @@ from torch import nn
 from spmd.base._errors import SpmdError, message
 from spmd.base._torch import pytree
 from spmd.base._torch_late import joint_graphs
+from spmd.device._once_differentiable import once_differentiable
 from spmd.program.flow import _scan
 
 Passes = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
@@ -144,6 +145,7 @@ def _passes(graphs: Sequence[Any], flat: Sequence[torch.Tensor], tree: Any, made
     return forward, alias_input, backward
 
 
+@once_differentiable("scan with a partition_fn", fix="for x in xs: carry, y = fn(carry, x)   # a Python loop has all derivatives")
 class _Partitioned(torch.autograd.Function):
     """Both scans as a node on autograd's tape."""
 
@@ -161,7 +163,6 @@ class _Partitioned(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         flipped = [g.flip(0) for g in grads[ctx.num_carry :]]
         kept = [t.detach().flip(0) for t in ctx.saved_tensors]

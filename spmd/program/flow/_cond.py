@@ -17,6 +17,7 @@ import torch
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._torch import pytree
+from spmd.device._once_differentiable import once_differentiable
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._body import Body, Fn
@@ -100,6 +101,7 @@ class _Branches:
         return jax.lax.cond(pred, true, false, arrays, closure, cotangents)
 
 
+@once_differentiable("torch.cond", fix="torch.where(pred, true_fn(x), false_fn(x)) computes both branches")
 class _Conditional(torch.autograd.Function):
     """A conditional as an autograd function."""
 
@@ -116,7 +118,6 @@ class _Conditional(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         pred, *tensors = ctx.saved_tensors
         count = ctx.num_operands

@@ -18,6 +18,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceError, called_at, message
 from spmd.base._torch import pytree
 from spmd.device._numbers import carried, lifted
+from spmd.device._once_differentiable import once_differentiable
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import Buffer, is_device_tensor, load, wrap
 from spmd.program.flow._body import Body, Fn
@@ -137,6 +138,7 @@ class _ScanCall:
         return [*(found.get(i) for i in range(len(arrays))), *sums[len(constant) :]]
 
 
+@once_differentiable("scan", fix="for x in xs: carry, y = fn(carry, x)   # a Python loop has all derivatives")
 class _Scan(torch.autograd.Function):
     """A scan as an autograd function."""
 
@@ -158,7 +160,6 @@ class _Scan(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors
         with exact_dtypes():

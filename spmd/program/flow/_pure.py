@@ -21,6 +21,7 @@ from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
 from spmd.base._torch import pytree
 from spmd.base._wrong_arguments import require_function
+from spmd.device._once_differentiable import once_differentiable
 from spmd.device._partitioner import PartitionedJit
 from spmd.device._random_stream import default_stream
 from spmd.device._storage import load, recording, wrap
@@ -122,6 +123,7 @@ class _Program:
         return pytree.tree_unflatten([next(results) if leaf is None else leaf[0] for leaf in joint.leaves], joint.tree)
 
 
+@once_differentiable("a function of assume_pure", fix="fn(x): call the function itself, or compile the step with spmd.compile")
 class _Passes(torch.autograd.Function):
     """Both passes as an autograd function."""
 
@@ -134,7 +136,6 @@ class _Passes(torch.autograd.Function):
         return joint.results(ctx, outputs, residuals)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         joint: Joint = ctx.program.joint
         flowing = [g for g, takes in zip(grads, joint.has_gradient, strict=True) if takes]

@@ -90,6 +90,7 @@ def _recomputed(fn: Callable[..., Any], policy: Callable[[str], bool]) -> Callab
             if flowing and is_fencing():  # the second time, in the backward pass
                 flat, tree = pytree.tree_flatten((args, kwargs), is_leaf=is_size)
                 args, kwargs = pytree.tree_unflatten(_behind_barrier(flat, flowing), tree)
+                flowing.clear()  # with retain_graph=True there may be another backward pass
             return fn(*args, **kwargs)
 
         contexts = (kept.first(), kept.again())

@@ -21,6 +21,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import SpmdError, called_at, message, shown
 from spmd.base._torch import pytree
 from spmd.base._wrong_arguments import require_function
+from spmd.device._once_differentiable import once_differentiable
 from spmd.device._random_stream import advanced, default_stream
 from spmd.device._storage import load, recording, wrap
 from spmd.program.flow._joint import captured_by, trace_joint
@@ -286,6 +287,7 @@ class _Scanned:
         return [g if i in carried else None for i, g in enumerate(first)], xs, total
 
 
+@once_differentiable("scan or scan_layers", fix="for x in xs: carry, y = fn(carry, x)   # a Python loop has all derivatives")
 class _Passes(torch.autograd.Function):
     """Both scans as an autograd function."""
 
@@ -300,7 +302,6 @@ class _Passes(torch.autograd.Function):
         return joint.results(ctx, outputs, residuals)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         scanned: _Scanned = ctx.scanned
         with exact_dtypes():
