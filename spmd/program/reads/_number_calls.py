@@ -127,7 +127,7 @@ def _by_torch(fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
 
 def _with_known_lists(fn: Callable[..., Any], *given: Any, **options: Any) -> Any:
     """`fn(*given, **options)` with Python numbers in lists and tuples, which are sizes and positions, and where the CPU computes it."""
-    if runs_on_host(fn, given, options):
+    if is_in_torch(fn) and runs_on_host(fn, given, options):
         return with_known(fn)(*given, **options)
     lists = [known(v) if type(v) in (list, tuple) else v for v in (*given, *options.values())]
     return fn(*lists[: len(given)], **dict(zip(options, lists[len(given) :], strict=True)))

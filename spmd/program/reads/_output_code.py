@@ -128,15 +128,14 @@ def question_of_own_code(fn: Any) -> Question:
 
 
 def _identities(fn: Any, kept: dict[int, Any]) -> tuple[Any, ...]:
-    """The ids of the objects of the user's; of a file in memory the class, since a program may have another one in each call.
+    """The ids of the objects of the user's. Files in memory do not count, since a program may have another one in each call.
 
     `kept`: gets these objects, so that no later one has the id of one of them.
     """
     found = [value.__self__ if type(value) is types.MethodType else value for value in _run_by(fn)]
-    files = [type(value) for value in found if isinstance(value, IN_MEMORY)]
     own = [value for value in found if _is_own_function(value) or not is_library(type(value).__module__)]
     kept.update((id(value), value) for value in own)
-    return (*files, *map(id, own))
+    return tuple(map(id, own))
 
 
 def _run_by(fn: Any) -> list[Any]:
