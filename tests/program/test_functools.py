@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import spmd
+from tests.listing import Listing
 
 
 def _called(make: Callable[[], Callable[[int, torch.Tensor], Any]], device: str) -> list[Any]:
@@ -307,15 +308,6 @@ def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
             step(torch.ones(2, device="jax"), key)
     assert log == [2]
     assert cached.cache_info().currsize == 1
-
-
-class Listing(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 LOGGER = logging.getLogger("tests.functools")

@@ -14,17 +14,9 @@ import pytest
 import torch
 
 import spmd
+from tests.listing import Listing
 
 LOGGER = logging.getLogger("tests.own_outputs")
-
-
-class Listing(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def recorded(text: str) -> Any:
