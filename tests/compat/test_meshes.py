@@ -99,6 +99,9 @@ def test_an_operator_lays_a_value_and_its_gradient_out_also_in_a_graph() -> None
         out = fn(x)
         out.sum().backward()
         assert_same((out.detach().cpu(), x.grad.cpu()), (batch(8, 4) * 6, torch.full((8, 4), 6.0)))
+    x = batch(8, 4).to("xla").requires_grad_()
+    (slope,) = torch.autograd.grad(MarkShardingFunction.apply(x * x, grid, ("data", None)).square().sum(), x, create_graph=True)
+    assert_same(torch.autograd.grad(slope.sum(), x)[0].cpu(), 12 * batch(8, 4).square())  # of x**4, twice
     marked = MarkShardingFunction.apply(batch(8, 4).to("xla"), grid, ("data", None))
     assert spec_of(marked) == expected
     x = batch(8, 4).to("xla")

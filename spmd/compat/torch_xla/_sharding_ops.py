@@ -60,9 +60,11 @@ class MarkShardingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, torch_tensor: torch.Tensor, mesh: Any, partition_spec: Any) -> torch.Tensor:
-        ctx.layout = (as_mesh(mesh).to_string(), repr(tuple(partition_spec)))
+        ctx.given, ctx.layout = (mesh, partition_spec), (as_mesh(mesh).to_string(), repr(tuple(partition_spec)))
         return torch.ops.xla.aot_mark_sharding(torch_tensor, *ctx.layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # a backward pass with create_graph=True: the operator alone has no gradient
+            return MarkShardingFunction.apply(grads[0], *ctx.given), None, None
         return torch.ops.xla.aot_mark_sharding(grads[0], *ctx.layout), None, None
