@@ -1,6 +1,7 @@
 """Integers that change and that torch takes as a size, a dim or a count: one program for each of their values, other numbers are inputs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,6 +90,9 @@ ON_THE_CPU: dict[str, Callable[[int], torch.Tensor]] = {
     "tensor": lambda n: torch.tensor([n, 2]),
     "scalar_tensor": lambda n: torch.scalar_tensor(n),
     "clamp": lambda n: torch.tensor([1, 9]).clamp(max=n),
+    "method of the class": lambda n: torch.Tensor.clamp(torch.tensor([1, 9]), max=n),
+    "mapped": lambda n: torch.stack(list(map(torch.full, [(2,)], [n]))),
+    "partial": lambda n: partial(torch.full, (2,))(n),
     "clamp_min": lambda n: torch.tensor([1, 9]).clamp_min(n),
     "where": lambda n: torch.where(torch.tensor([True, False]), n, 2 * n),
     "where of a tensor": lambda n: torch.where(torch.tensor([True, False]), torch.tensor(3), n),

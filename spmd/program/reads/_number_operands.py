@@ -74,6 +74,8 @@ def is_in_torch(fn: Any) -> bool:
     """Whether it is a function or method of torch in C++."""
     if type(fn) is types.BuiltinFunctionType and isinstance(fn.__self__, torch.Tensor):
         return True
+    if type(fn) is types.MethodDescriptorType:  # torch.Tensor.clamp(x, n)
+        return issubclass(torch.Tensor, fn.__objclass__)
     return type(fn) in _IN_TORCH and str(getattr(fn, "__module__", None)).partition(".")[0] == "torch"
 
 
