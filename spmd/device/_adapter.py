@@ -18,7 +18,6 @@ import torch
 
 from spmd.base import _counters
 from spmd.base._convert import ComputeDtype, cast, exact_dtypes, host_array, to_numpy_dtype, to_torch_dtype
-from spmd.base._errors import called_at, message
 from spmd.base._exact import exactly
 from spmd.base._jax import is_tracing
 from spmd.base._torch import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
@@ -33,7 +32,7 @@ from spmd.device._partitioner import PartitionedJit
 from spmd.device._refusals import MetaCheck, kind_of_number, meta_argument, refuse_large_ints
 from spmd.device._representable_numbers import with_representable
 from spmd.device._saved_results import reuse_or_save
-from spmd.device._storage import load, once, store, trace_setting, wrap
+from spmd.device._storage import load, on_other_device, once, store, trace_setting, wrap
 from spmd.device._trace_lock import was_taken, with_trace_lock
 from spmd.device._value_rules import run_on_values
 from spmd.lowering._registry import MAY_BE_LIFTED, Lowering
@@ -452,13 +451,7 @@ def _tensor_value(tensor: torch.Tensor) -> tuple[Any, Any]:
             value = tensor.item()
             return value, type(value)
         return host_value(tensor), (tensor.dtype,)
-    raise RuntimeError(
-        message(
-            f"expected all tensors on device 'jax', found one of shape {tuple(tensor.shape)} on {tensor.device}",
-            *called_at(),
-            fix="move it with .to('jax')",
-        )
-    )
+    raise on_other_device(tensor)
 
 
 def is_wrapped_number(tensor: torch.Tensor) -> bool:

@@ -148,7 +148,7 @@ class HostCopy(torch.Tensor):
     def fix_for_end(self) -> None:
         """Refuse writes to its memory from now on: Python uses its values when the call ends."""
         if self.grad_fn is not None:
-            what = f"a text or an array was made of a copy to the host of a traced tensor with a graph, {_described(self)}"
+            what = f"a copy to the host of a traced tensor with a graph, {_described(self)}, is used when the call ends"
             raise TraceError(message(what, *called_at(), "a call makes a CPU tensor without a graph", fix="x.detach().cpu()"))
         self.held.untyped_storage().is_fixed_copy = True  # pyright: ignore[reportAttributeAccessIssue]
 

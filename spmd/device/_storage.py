@@ -264,8 +264,20 @@ def once(what: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
     return found[0]
 
 
+def on_other_device(tensor: torch.Tensor) -> RuntimeError:
+    """The error for a tensor of another device beside one on device 'jax'."""
+    what = f"expected all tensors on device 'jax', found one of shape {tuple(tensor.shape)} on {tensor.device}"
+    return RuntimeError(message(what, *called_at(), fix="move it with .to('jax')"))
+
+
 def buffer_of(tensor: torch.Tensor) -> Buffer:
-    """The buffer of a device tensor's storage. Raises if the tensor has no value (SpmdError) or is sparse (UnsupportedOpError)."""
+    """The buffer of a device tensor's storage.
+
+    Raises:
+        SpmdError: the tensor has no value.
+        UnsupportedOpError: it is sparse.
+        RuntimeError: it is on another device.
+    """
     try:
         return tensor.untyped_storage().spmd_buffer  # pyright: ignore[reportAttributeAccessIssue]
     except NotImplementedError:
@@ -274,6 +286,8 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
         what = f"a tensor of layout {tensor.layout} on device 'jax', which has only dense tensors"
         raise UnsupportedOpError(message(what, *called_at(), fix="x.to_dense() before the tensor is moved to 'jax'")) from None
     except AttributeError:
+        if not is_device_tensor(tensor):
+            raise on_other_device(tensor) from None
         raise SpmdError(
             message(
                 f"a tensor of shape {tuple(tensor.shape)} on device 'jax' has no value",
@@ -414,6 +428,7 @@ __all__ = [
     "is_unset",
     "is_whole",
     "load",
+    "on_other_device",
     "once",
     "recording",
     "store",

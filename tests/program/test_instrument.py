@@ -37,7 +37,7 @@ REPLACING: dict[str, Callable[..., Any]] = {
     "choice": lambda condition, enters_if: bool(condition) is enters_if,
     "chosen": lambda choice, before, after: after,
 }
-ITEMS = ("load_item", "store_item", "delete_item")
+ITEMS = ("load_item", "load_updated", "store_item", "delete_item")
 LIBRARIES = (
     "argparse",
     "ast",

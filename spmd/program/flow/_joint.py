@@ -24,6 +24,7 @@ from spmd.device._random_stream import default_stream
 from spmd.device._storage import Buffer, buffer_of, load, wrap
 from spmd.program.find._discover import reachable
 from spmd.program.flow._round import Round, one_round
+from spmd.program.flow._writes import BodyWrites
 
 TensorFunction = Callable[..., Any]
 
@@ -112,8 +113,13 @@ def captured_by(fn: TensorFunction) -> list[torch.Tensor]:
 def trace_joint(
     fn: TensorFunction, args: Sequence[torch.Tensor], wanted: Sequence[bool], captured: Sequence[torch.Tensor], words: Any
 ) -> Joint:
-    """Trace `fn(*args)`, and its gradients with respect to the `wanted` arguments and the captured tensors."""
+    """Trace `fn(*args)` twice, and its gradients with respect to the `wanted` arguments and the captured tensors.
+
+    Raises:
+        TraceError: `fn` changes a Python object from before, or shows a number of the device.
+    """
     found: dict[str, Any] = {}
+    writes = BodyWrites()
     needed = [*wanted, *[True] * len(captured)]
     gradient_of = [i for i, is_needed in enumerate(needed) if is_needed]
 
@@ -127,7 +133,8 @@ def trace_joint(
                 tensor.requires_grad_(is_wanted)
             for tensor, value in zip(captured, arrays[len(args) :], strict=True):
                 part.replace(tensor, value)
-            leaves, tree = pytree.tree_flatten(fn(*inputs))
+            with writes.traced():
+                leaves, tree = pytree.tree_flatten(fn(*inputs))
             found.update(tree=tree, leaves=[None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves])
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             found["has_gradient"] = [o.requires_grad for o in outputs]
@@ -144,7 +151,7 @@ def trace_joint(
         examples = [jax.typeof(load(t)) for t in (*args, *captured)]
         state = jax.typeof(jnp.asarray(words))
         first = lambda *a: call(a[:-1], a[-1], lambda outs: [wrap(load(o.detach())) for o in outs])[0]  # noqa: E731
-        shapes = jax.make_jaxpr(first)(*examples, state).out_avals if gradient_of else []  # cotangents are inputs of the trace
+        shapes = jax.make_jaxpr(first)(*examples, state).out_avals  # cotangents are inputs of the trace
         flowing = [s for s, takes in zip(shapes, found.get("has_gradient", ()), strict=True) if takes]
 
         def joint(known: Any, cotangents: Any) -> Any:

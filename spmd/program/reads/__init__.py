@@ -37,6 +37,7 @@ from spmd.program.reads._guard import guard_places
 from spmd.program.reads._heap import made_in_trace
 from spmd.program.reads._hooks import python_writes
 from spmd.program.reads._journal import Effect, Writes, is_same_content
+from spmd.program.reads._late_writes import LateWritesNeeded
 from spmd.program.reads._library import is_library, is_recorded
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._noted_sizes import is_noted
@@ -64,6 +65,7 @@ __all__ = [
     "PLAIN",
     "SPECIAL",
     "Effect",
+    "LateWritesNeeded",
     "ReplacedState",
     "Replacements",
     "NumberPlace",

@@ -45,6 +45,7 @@ from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._imports import note_import, note_named_import
 from spmd.program.reads._journal import is_environment
 from spmd.program.reads._known_items import for_known_items
+from spmd.program.reads._late_writes import late_method
 from spmd.program.reads._library import is_library, is_recorded, user_frame
 from spmd.program.reads._logging_calls import note_logging
 from spmd.program.reads._membership import lookup
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
 
 # these read only the class of an argument
 _NO_READS = frozenset(map(id, (builtins.isinstance, builtins.issubclass, builtins.type, builtins.id, builtins.super, builtins.callable)))
+_OF_CLASSES = ("__instancecheck__", "__subclasscheck__")
 _ASK_CLASSES = (builtins.isinstance, builtins.issubclass, builtins.callable)
 _SHALLOW = frozenset(
     map(id, (len, bool, iter, list, tuple, enumerate, zip, reversed, range))  # do not read the content of the items
@@ -204,7 +206,7 @@ def _library_object(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Non
 
 def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
-    instead = for_known_items(fn, args) or for_tensors(recording, fn, args, note_call)
+    instead = for_known_items(fn, args) or late_method(recording, fn, args) or for_tensors(recording, fn, args, note_call)
     instead = instead or for_pending(recording, fn, args, _takes_varying, _record) or with_key_function(recording, fn, args)
     if (instead := instead or with_readers(recording, fn, args)) is not None:
         return instead
@@ -385,7 +387,7 @@ def _builtin_function(recording: Recording, fn: Any, args: tuple[Any, ...]) -> N
         _module_function(recording, fn, args)
     elif isinstance(owner, type):
         require_no_address(fn, args)
-        if owner is object and fn.__name__ == "__new__":
+        if (owner is object and fn.__name__ == "__new__") or fn.__name__ in _OF_CLASSES:
             return
         if fn.__name__ == "__subclasses__":
             ask_names(recording, owner, "the subclasses", fn)

@@ -19,6 +19,7 @@ from spmd.base._torch import DisableTorchFunction, num_torch_function_modes
 from spmd.device._deferred import calling
 from spmd.program.reads._composed_functions import power_operand
 from spmd.program.reads._journal import Writes
+from spmd.program.reads._late_writes import LateElement, is_of_host
 from spmd.program.reads._number_calls import identity_operand, known, require_known_name
 from spmd.program.reads._number_objects import identical_number
 from spmd.program.reads._number_operands import integer_operand
@@ -149,7 +150,8 @@ def _item_hook(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
         recording = _now.get(get_ident())
         if recording is None or recording.is_busy:
             return key, holder
-        return without_hooks(recording, getattr(recording, name), holder, key if type(key) in (int, str) else known(key))
+        is_as_given = type(key) in (int, str) or (name == "store_item" and is_of_host(holder))
+        return without_hooks(recording, getattr(recording, name), holder, key if is_as_given else known(key))
 
     return hook
 
@@ -160,6 +162,14 @@ def _load_item(holder: Any, key: Any) -> tuple[Any, Any]:
         return _load_known_item(holder, key)
     without_hooks(recording, recording.read_content, holder)
     return 0, (item_of(holder, key),)
+
+
+def _load_updated(holder: Any, key: Any) -> tuple[Any, Any]:
+    """Before the item is read in `holder[key] += value`."""
+    recording = _now.get(get_ident())
+    if recording is None or recording.is_busy or not is_of_host(holder):
+        return _load_item(holder, key)
+    return 0, (without_hooks(recording, LateElement, recording, holder, key),)
 
 
 def _load_attr(instance: Any, name: str) -> None:
@@ -283,6 +293,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     **{name: _observing_hook(name) for name in ("store_cell", "store_attr", "delete_attr", "mutate", "iterate", "made_with_keys")},
     **{name: _item_hook(name) for name in ("store_item", "delete_item")},
     "load_item": _load_item,
+    "load_updated": _load_updated,
     **{name: _replacing_hook(name) for name in ("call", "call_ex", "as_key", "as_hash", "contains", "compare", "operate_in_place")},
     "operate": _operate,
     "power": _power,

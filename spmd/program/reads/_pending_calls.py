@@ -37,6 +37,7 @@ from spmd.device._numbers import OF_MATH, is_program_number
 from spmd.device._storage import is_device_tensor, load
 from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._hooks import without_hooks
+from spmd.program.reads._late_writes import with_out
 from spmd.program.reads._nested import inside
 from spmd.program.reads._number_calls import needs_known
 from spmd.program.reads._number_place import ABSENT
@@ -186,7 +187,7 @@ def for_pending(
         return partial(_looked_up, owner)
     # a float is rounded to digits without an error, and to an int with one for nan
     is_safe = fn is builtins.round and len(args) == 2 and type(args[1]) is int and args[1] >= 0
-    return _INSTEAD.get(id(fn)) or (lambda *given, **options: pending(fn, given, options, is_safe=is_safe))
+    return _INSTEAD.get(id(fn)) or partial(_computed, recording, fn, is_safe)
 
 
 def _of_copies(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -214,7 +215,15 @@ def _of_copies(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...])
         return None
     for arg in args:
         _read(recording, arg)
-    return lambda *given, **options: pending(fn, given, options, is_safe=id(fn) in _TEXTS)
+    return partial(_computed, recording, fn, id(fn) in _TEXTS)
+
+
+def _computed(recording: Recording, fn: Any, is_safe: bool, /, *given: Any, **options: Any) -> Any:
+    """`fn(*given, **options)`, computed when the call ends."""
+    is_numpys = isinstance(fn, np.ufunc) or id(fn) in _NUMPYS
+    if is_numpys and (out := with_out(recording, fn, given, options)) is not ABSENT:
+        return out
+    return pending(fn, given, options, is_safe=is_safe)
 
 
 def _with_memory(fn: Any, places: Collection[int | str], *args: Any, **options: Any) -> Any:

@@ -18,6 +18,7 @@ from spmd.program.reads._assigned_numbers import elements_of
 from spmd.program.reads._builtin_attributes import note_attribute_written_in_c
 from spmd.program.reads._copied_elements import CopiedElements
 from spmd.program.reads._hooks import QUIET
+from spmd.program.reads._late_writes import LateItems, LateWrites, is_of_host
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._outside import setting_of
@@ -55,13 +56,14 @@ class PlacesWritten(PlacesRead):
         has_constant_texts: whether texts of numbers that vary are made during the trace.
         has_late_texts: whether one is made when the call ends.
         copies: elements that were read at a varying index.
+        late: the writes to CPU tensors and arrays that every call does when it ends.
     """
 
     fixes_indices = has_constant_texts = has_late_texts = False
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
         super().__init__(names, owners, ignored)
-        self.copies = CopiedElements()
+        self.copies, self.late = CopiedElements(), LateWrites()
 
     def read_content(self, value: Any) -> None:
         """Record the whole content of a container, but not the content of its items."""
@@ -169,6 +171,11 @@ class PlacesWritten(PlacesRead):
         """Before `holder[key] = value`. Returns the key and the container to use instead."""
         holder = resolved(holder)
         self.read_key(key)
+        if is_of_host(holder):
+            return key, LateItems(cast("Recording", self), holder, partial(self._stored_at, holder))
+        return self._stored_at(holder, key)
+
+    def _stored_at(self, holder: Any, key: Any) -> tuple[Any, Any]:
         if may_vary(holder, key):
             if not self.fixes_indices and (parted := by_lists(holder, key)) is not None:
                 key_of_copy, rest = parted

@@ -23,7 +23,7 @@ from spmd.program.reads import _calls, _hooks, _noted_sizes, _observers, _parts,
 from spmd.program.reads._builtin_attributes import note_builtin_attribute, note_missing_attribute, origin_of
 from spmd.program.reads._c_methods import BY_NAME, note_c_attribute
 from spmd.program.reads._choices import Choice, choose
-from spmd.program.reads._container_methods import CONTAINERS, note_in_place
+from spmd.program.reads._container_methods import CONTAINERS
 from spmd.program.reads._content_places import CellPlace
 from spmd.program.reads._decimal_flags import Flags
 from spmd.program.reads._definitions import read_text_of
@@ -32,8 +32,9 @@ from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, SIGNALS, has_hidden_state, is_output, lock_question
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._imports import note_import
-from spmd.program.reads._in_place import in_place_operand
+from spmd.program.reads._in_place import in_place
 from spmd.program.reads._journal import Effect, is_environment
+from spmd.program.reads._late_writes import with_late_writes
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
 from spmd.program.reads._memos import forgetting, read_registry
@@ -256,8 +257,7 @@ class Recording(PlacesWritten):
 
     def operate_in_place(self, left: Any, right: Any) -> Any:
         """Before `left += right` and the like. Returns the left operand to use instead."""
-        note_in_place(self, left, right)
-        return left if isinstance(left, list) else in_place_operand(integer_operand(self._operands(left, right), right), right, self.copies)
+        return in_place(self, left, right)
 
     def iterate(self, value: Any) -> None:
         value = resolved(value)
@@ -281,6 +281,7 @@ class Recording(PlacesWritten):
 
     def read_content(self, value: Any, asks_identity: bool = True) -> None:
         """Record the whole content of a container, but not the content of its items. `asks_identity`: see `read_deep`."""
+        self.late.require_unread(value)
         cls = type(value)
         if cls in PROXIES or cls in VIEWS:
             value = referent(value) if cls in PROXIES else self.viewed_dict(value)
@@ -471,7 +472,7 @@ class Recording(PlacesWritten):
 
         found = self.journal.effects(self.is_before, is_read) + self.flags.effects(self.is_before)
         self.expect_removed(found)
-        return with_outputs(found, self)
+        return with_late_writes(with_outputs(found, self), self)
 
 
 @contextmanager

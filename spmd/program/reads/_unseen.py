@@ -13,6 +13,7 @@ import torch
 
 from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._images import is_image, put_pixels
+from spmd.program.reads._late_writes import LateWritesNeeded
 from spmd.program.reads._memos import require_unwritten
 from spmd.program.reads._number_place import ABSENT
 from spmd.program.reads._places import ContentPlace
@@ -48,6 +49,8 @@ def _refuse_unseen_write(recording: Recording, place: ContentPlace) -> None:
             raise refused(f"{place.title} was closed, and no call can open it again")
     elif isinstance(held, (np.ndarray, torch.Tensor)) and not recording.journal.is_written(held, ABSENT) and place.difference() is not None:
         place.put_back()
+        if isinstance(held, torch.Tensor) and not recording.late.takes_all:
+            raise LateWritesNeeded
         what = f"{place.title} was written to by code that is not recorded"
         raise written_tensor(place) if isinstance(held, torch.Tensor) else refused(what)
     elif is_image(held) and place.difference() is not None:

@@ -93,7 +93,7 @@ def capture(
     with (
         exact_dtypes(),
         no_host_random(settings),
-        no_host_writes(found.cpu_tensors()),
+        no_host_writes(found.cpu_tensors(), settings),
         GradientFlags([*found.device_tensors(), *given]) as flags,
         TracedState(found.optimizers) as optim,
         Gradients([*found.leaves(), *given], settings.unmarked) as gradients,

@@ -18,6 +18,7 @@ import torch
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._progress import PROGRESS
 from spmd.device._host_copies import is_host_copy
+from spmd.program.reads import LateWritesNeeded
 from spmd.program.trace._trace_settings import Drawn, TraceSettings
 
 
@@ -73,10 +74,13 @@ def no_host_random(settings: TraceSettings | None = None) -> Generator[None]:
 
 
 @contextmanager
-def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[None]:
+def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]], settings: TraceSettings) -> Generator[None]:
     """Context that raises TraceError at its end if one of these (name, CPU tensor) was updated in place.
 
     Small tensors, such as counters and flags, are restored.
+
+    Raises:
+        LateWritesNeeded: the trace can be repeated with such writes at the end of the call.
     """
     before = [(name, t, *_version_and_copy(t)) for name, t in tensors]
     gradients = [(name, t, t.grad) for name, t in tensors]
@@ -96,6 +100,8 @@ def no_host_writes(tensors: Sequence[tuple[str, torch.Tensor]]) -> Generator[Non
         if given and not failed:
             what = f"a copy to the host of a traced tensor was made the gradient of {given[0][0]}, which is on the CPU"
             raise TraceError(message(what, "only the trace would do so", fix="move it to the device: .to('jax'), or set it after the call"))
+        if written and not failed and not settings.has_late_writes and all(copy is not None for *_, copy in written):
+            raise LateWritesNeeded
         if written and not failed:
             name, tensor, _ = written[0]
             raise TraceError(

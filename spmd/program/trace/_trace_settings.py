@@ -33,6 +33,7 @@ class TraceSettings:
         fixes_indices: numbers that index a tensor are constants, because the function writes to an element that it read at one.
         has_constant_texts: texts of numbers that vary are made during the trace, because the function failed after one was left to the
             end of the call.
+        has_late_writes: all writes to CPU tensors wait for the end of the call, because the function writes to one from before the call.
         has_own_context: the function runs in a copy of the `contextvars` context, because it sets a variable that had no value, and
             a variable cannot be unset.
         share_counters: equal step counters of an optimizer are read as one. See Note [Equal counters].
@@ -58,6 +59,7 @@ class TraceSettings:
     has_counts: bool = False
     fixes_indices: bool = False
     has_constant_texts: bool = False
+    has_late_writes: bool = False
     has_own_context: bool = False
     share_counters: bool = True
     unmarked: frozenset[int] = frozenset()
@@ -73,9 +75,12 @@ class TraceSettings:
     num_written: int = 0
 
     @property
-    def of_reads(self) -> tuple[bool, bool, bool, frozenset[str], frozenset[Any]]:
+    def of_reads(self) -> tuple[bool, bool, bool, bool, frozenset[str], frozenset[Any]]:
         """The settings of a `Recording`."""
-        return self.fixes_indices, self.has_constant_texts, self.has_own_context, self.imported, self.no_choices
+        return (
+            *(self.fixes_indices, self.has_constant_texts, self.has_own_context, self.has_late_writes),
+            *(self.imported, self.no_choices),
+        )
 
     def of_step(self) -> TraceSettings:
         """The settings that later traces of the step start with."""
