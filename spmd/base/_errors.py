@@ -50,6 +50,7 @@
         +-- TextsNeeded                                ... with texts of numbers that vary as constants
         +-- OutputsPutOff                              ... with all output at the end of the call, since it runs code of the user's
         +-- OutputsAtOnce                              ... with such output made at once
+        +-- LateWritesNeeded                           ... with all writes to CPU tensors at the end of the call
         +-- CountsNeeded                               ... with integers that the host knows as Python integers
         +-- NumbersDrawn                               ... because another thread may have drawn random numbers
         +-- ContextNeeded                              ... in a copy of the context

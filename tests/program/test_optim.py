@@ -788,9 +788,26 @@ def test_an_optimizer_without_parameters_on_the_device_steps() -> None:
         return found
 
     assert run(spmd.compile, "jax") == run(lambda fn: fn, "cpu")
-    on_host = nn.Parameter(torch.ones(2))
-    on_host.grad = torch.ones(2)
-    optimizer = torch.optim.SGD([on_host], lr=0.1)
-    with pytest.raises(spmd.TraceError, match="updates .* in place, which is on the CPU"):
-        spmd.compile(lambda x: (optimizer.step(), x * 2)[1])(torch.ones(2, device="jax"))
-    assert on_host.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"foreach": True}, {"momentum": 0.9}], ids=str)
+def test_an_optimizer_of_the_cpu_in_a_step_updates_as_eager_code_or_is_refused(options: dict[str, Any]) -> None:
+    """One that reads what it has written is refused, and all of it is put back."""
+
+    def run(wrap: Any, device: str) -> list[list[float]]:
+        weights = [nn.Parameter(torch.ones(n)) for n in (2, 100)]
+        optimizer, found = torch.optim.SGD(weights, lr=0.1, **options), list[list[float]]()
+        compiled = wrap(lambda x: (optimizer.step(), x * 2)[1])
+        try:
+            for seed in range(3):
+                for weight in weights:
+                    weight.grad = torch.full_like(weight, seed)
+                compiled(torch.ones(2, device=device))
+                found.append([*weights[0].tolist(), *weights[1].tolist()])
+        except spmd.TraceError as error:
+            assert "on the CPU" in str(error) or "reads" in str(error)
+            return [weight.tolist() for weight in weights]
+        return found
+
+    expected = run(lambda fn: fn, "cpu") if not options.keys() & {"foreach", "momentum"} else [[1.0] * 2, [1.0] * 100]
+    assert run(spmd.compile, "jax") == expected

@@ -110,6 +110,14 @@ def captured_by(fn: TensorFunction) -> list[torch.Tensor]:
     return [t for t in reachable(fn, (), {}).device_tensors() if t.requires_grad]
 
 
+def _gradients(
+    outputs: list[torch.Tensor], sources: list[torch.Tensor], cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> Sequence[torch.Tensor | None]:
+    if not outputs or not sources:
+        return [None] * len(sources)
+    return torch.autograd.grad(outputs, sources, cotangents(outputs), allow_unused=True)
+
+
 def trace_joint(
     fn: TensorFunction, args: Sequence[torch.Tensor], wanted: Sequence[bool], captured: Sequence[torch.Tensor], words: Any
 ) -> Joint:
@@ -128,9 +136,7 @@ def trace_joint(
     ) -> tuple[list[Any], list[Any]]:
         one_thread = torch.autograd.set_multithreading_enabled(False)  # jax's trace belongs to this thread
         with one_round(now, PureRound) as part, one_thread, torch.enable_grad():
-            inputs = [wrap(a) for a in arrays[: len(args)]]
-            for tensor, is_wanted in zip(inputs, wanted, strict=True):
-                tensor.requires_grad_(is_wanted)
+            inputs = [wrap(a).requires_grad_(is_wanted) for a, is_wanted in zip(arrays, wanted, strict=False)]
             for tensor, value in zip(captured, arrays[len(args) :], strict=True):
                 part.replace(tensor, value)
             with writes.traced():
@@ -138,11 +144,8 @@ def trace_joint(
             found.update(tree=tree, leaves=[None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves])
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             found["has_gradient"] = [o.requires_grad for o in outputs]
-            flowing = [o for o in outputs if o.requires_grad]
             sources = [t for t, is_needed in zip([*inputs, *captured], needed, strict=True) if is_needed]
-            grads: list[Any] = [None] * len(sources)
-            if flowing and sources:
-                grads = list(torch.autograd.grad(flowing, sources, cotangents(flowing), allow_unused=True))
+            grads = _gradients([o for o in outputs if o.requires_grad], sources, cotangents)
             found.update(draws=default_stream.draws - part.start_draws, reads={id(value): buffer for buffer, value in part.seen.items()})
             arrays_out = [load(o.detach()) for o in outputs]
             return arrays_out, [jnp.zeros(t.shape, load(t).dtype) if g is None else load(g) for g, t in zip(grads, sources, strict=True)]

@@ -29,7 +29,7 @@ from spmd.device._copy import from_host
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
-from spmd.program.reads import recorded
+from spmd.program.reads import LateWritesNeeded, recorded
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 from spmd.sharding._annotate import clear_sharding
 from spmd.sharding._tensor import XLAShardedTensor
@@ -375,10 +375,9 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
                 given = [jax.ShapeDtypeStruct(b.stored, b.dtype) for b in waiting]
                 grads = [jax.ShapeDtypeStruct(tuple(p.shape), to_numpy_dtype(p.dtype)) for p in missing]
                 jaxpr = jax.make_jaxpr(first_step)(given, grads)
-        except TraceAgain:
-            raise
         except Exception as error:
-            if not isinstance(error, TraceError) and _is_of_torch(optimizer):
+            is_left = isinstance(error, (TraceError, LateWritesNeeded)) or not (isinstance(error, TraceAgain) or _is_of_torch(optimizer))
+            if not is_left:
                 raise
             made.clear()  # the state depends on values, or the step needs a closure: the function's first traced step creates it
             return

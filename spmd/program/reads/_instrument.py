@@ -194,7 +194,6 @@ class Instrumenter:
         return [load, Instr("LOAD_CONST", code.name, location=at)]
 
     def _with_hooks(self, instr: Any, held: list[Any], is_copied: bool) -> Iterator[Any]:
-        """`is_copied`: the instruction before copies a value. Before an item is read, that is the key in `holder[key] += value`."""
         op, arg, at = instr.name, instr.arg, instr.location
         name = arg[-1] if isinstance(arg, tuple) and arg else arg
 
@@ -221,7 +220,8 @@ class Instrumenter:
         elif op in _OF_ATTRIBUTES:
             yield from self._observe(_OF_ATTRIBUTES[op], [*copies(1), constant(name)], at)
         elif op == "BINARY_SLICE" or _instructions.is_subscript(instr):
-            yield from self._item("load_updated" if is_copied else "load_item", op == "BINARY_SLICE", at)
+            name = "load_updated" if is_copied else "load_item"  # `holder[key] += value` copies the key before it
+            yield from self._item(name, op == "BINARY_SLICE", at)
             instr = _instructions.subscript(at)
         elif op == "MATCH_CLASS":
             yield from self._pattern(instr.arg, at)

@@ -188,6 +188,7 @@ class LateItems:
         if late.takes(holder, kept, value):
             late.note(self._recording, _set, holder, kept, value)
         else:
+            self._recording.read_content(holder)  # by which the write is found
             key, target = self._otherwise(known(key))
             target[key] = value
 
@@ -243,13 +244,14 @@ def late_method(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callabl
 
     That is a method, as in `total.add_(copy)`, or a function of numpy, as in `np.add.at(counts, index, 1)`.
     """
-    owner = getattr(fn, "__self__", None)
-    if args and is_of_host(args[0]) and (fn is np.copyto or (type(owner) is np.ufunc and fn.__name__ == "at")):
-        return partial(recording.late.note, recording, fn) if recording.late.takes(*args) else None
-    if type(fn) is types.MethodDescriptorType and args:  # torch.Tensor.add_(total, copy)
-        chosen = late_method(recording, fn.__get__(args[0]), args[1:]) if is_of_host(args[0]) else None
+    kind = type(fn)
+    if kind is types.MethodDescriptorType:  # torch.Tensor.add_(total, copy)
+        chosen = late_method(recording, fn.__get__(args[0]), args[1:]) if args and is_of_host(args[0]) else None
         return None if chosen is None else lambda _, *given, **options: chosen(*given, **options)
-    if type(fn) is not types.BuiltinFunctionType or not is_of_host(owner) or not _writes(fn.__name__, type(owner)):
+    is_at = kind is types.BuiltinFunctionType and type(fn.__self__) is np.ufunc and fn.__name__ == "at"
+    if (is_at or fn is np.copyto) and args and is_of_host(args[0]):
+        return partial(recording.late.note, recording, fn) if recording.late.takes(*args) else None
+    if kind is not types.BuiltinFunctionType or not is_of_host(owner := fn.__self__) or not _writes(fn.__name__, type(owner)):
         return None
     copied = partial(_copied, holder=owner) if fn.__name__ == "copy_" else _itself
     do = getattr(type(owner), fn.__name__)

@@ -35,27 +35,27 @@ def refuse_unseen(recording: Recording) -> None:
         if (is_before or not is_known) and state_of(generator) != state:
             whose = " from before the call" if is_before and is_known else ""
             raise refused(f"a {type(generator).__name__}{whose} was seeded or drawn from: random numbers of the host")
-    for place in recording.places.values():
-        if isinstance(place, ContentPlace) and recording.is_before(place.holder):
-            _refuse_unseen_write(recording, place)
+    places = [place for place in recording.places.values() if isinstance(place, ContentPlace) and recording.is_before(place.holder)]
+    for error in [error for place in places if (error := _unseen_write(recording, place)) is not None][:1]:
+        raise error
     require_unwritten(recording.caches.values())
 
 
-def _refuse_unseen_write(recording: Recording, place: ContentPlace) -> None:
-    """Refuse a file that was closed; restore and refuse an array or CPU tensor that was read and changed without a recorded write."""
+def _unseen_write(recording: Recording, place: ContentPlace) -> Exception | None:
+    """What to raise if a file was closed, or an array or CPU tensor that was read was changed without a recorded write. Restores it."""
     held = place.holder
     if isinstance(held, IN_MEMORY):
         if type(place) is ContentPlace and held.closed and place.content is not None:
-            raise refused(f"{place.title} was closed, and no call can open it again")
+            return refused(f"{place.title} was closed, and no call can open it again")
     elif isinstance(held, (np.ndarray, torch.Tensor)) and not recording.journal.is_written(held, ABSENT) and place.difference() is not None:
         place.put_back()
-        if isinstance(held, torch.Tensor) and not recording.late.takes_all:
-            raise LateWritesNeeded
-        what = f"{place.title} was written to by code that is not recorded"
-        raise written_tensor(place) if isinstance(held, torch.Tensor) else refused(what)
+        if isinstance(held, torch.Tensor):
+            return written_tensor(place) if recording.late.takes_all else LateWritesNeeded()
+        return refused(f"{place.title} was written to by code that is not recorded")
     elif is_image(held) and place.difference() is not None:
         put_pixels(held, place.content)
-        raise refused(f"{place.title}, an image, was written to")
+        return refused(f"{place.title}, an image, was written to")
+    return None
 
 
 def _is_endless(iterator: Any) -> bool:
