@@ -126,8 +126,7 @@ def trace_joint(
     Raises:
         TraceError: `fn` changes a Python object from before, or shows a number of the device.
     """
-    found: dict[str, Any] = {}
-    writes = BodyWrites()
+    found, writes = dict[str, Any](), BodyWrites()
     needed = [*wanted, *[True] * len(captured)]
     gradient_of = [i for i, is_needed in enumerate(needed) if is_needed]
 

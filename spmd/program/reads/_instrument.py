@@ -184,7 +184,8 @@ class Instrumenter:
             if instr.name == "IS_OP" and not (isinstance(code[index - 1], Instr) and code[index - 1].arg is None):
                 yield from self._operation("identity", instr.location)
             is_compared = instr.name in ("COMPARE_OP", "CONTAINS_OP", "IS_OP")
-            yield from self._with_hooks(instr, held, isinstance(code[index - 1], Instr) and code[index - 1].name == "COPY")
+            is_updated = isinstance(code[index - 1], Instr) and code[index - 1].name == "COPY"  # an item, in `holder[key] += value`
+            yield from self._with_hooks(instr, held, is_updated)
 
     def _first_argument(self, code: Any, at: Any) -> list[Any]:
         """Instructions that push the first argument of a special method (the object), and the method's name."""
@@ -193,7 +194,7 @@ class Instrumenter:
         load = Instr("LOAD_DEREF", CellVar(name), location=at) if is_cell else Instr("LOAD_FAST", name, location=at)
         return [load, Instr("LOAD_CONST", code.name, location=at)]
 
-    def _with_hooks(self, instr: Any, held: list[Any], is_copied: bool) -> Iterator[Any]:
+    def _with_hooks(self, instr: Any, held: list[Any], is_updated: bool) -> Iterator[Any]:
         op, arg, at = instr.name, instr.arg, instr.location
         name = arg[-1] if isinstance(arg, tuple) and arg else arg
 
@@ -220,8 +221,7 @@ class Instrumenter:
         elif op in _OF_ATTRIBUTES:
             yield from self._observe(_OF_ATTRIBUTES[op], [*copies(1), constant(name)], at)
         elif op == "BINARY_SLICE" or _instructions.is_subscript(instr):
-            name = "load_updated" if is_copied else "load_item"  # `holder[key] += value` copies the key before it
-            yield from self._item(name, op == "BINARY_SLICE", at)
+            yield from self._item("load_updated" if is_updated else "load_item", op == "BINARY_SLICE", at)
             instr = _instructions.subscript(at)
         elif op == "MATCH_CLASS":
             yield from self._pattern(instr.arg, at)
