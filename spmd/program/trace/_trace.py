@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
+from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed, text_of
 from spmd.device._checks import stacked
 from spmd.device._fused_steps import called_directly
 from spmd.device._numbers import needs_value
@@ -285,7 +285,7 @@ class Trace:
 
         No exception is bound to a name: it would keep its frame alive, and the frame the values of the function.
         """
-        text = str(error)
+        text = text_of(error)
         if self.numbers.has_varying and isinstance(error, RecursionError):  # of JSON's encoder, which asks for each number again
             raise NumbersNeeded from error
         if not isinstance(error, (TypeError, IndexError, AttributeError, RuntimeError)):
