@@ -296,7 +296,7 @@ class Trace:
             raise CountsNeeded from error
         if isinstance(error, RuntimeError) and not any(words in text for words in _IN_C):  # C++, of a size
             return
-        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode", "symbolic float"))
+        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode", "symbolic float", "Pending"))
         if isinstance(error, AttributeError):  # a method of int or float
             if names_number and recorder.knows_counts():
                 raise CountsNeeded from error
@@ -313,7 +313,7 @@ class Trace:
         if recorder.knows_counts():
             raise CountsNeeded from error
         if names_number:  # Python accepts only its own numbers here
-            raise needs_value("number (index, range, format)", line_of(error)) from error
+            raise needs_value("number or text (index, range, format)", line_of(error)) from error
 
     def _recorder(self, words: Any, arguments: list[Any]) -> TraceRecorder:
         if self.known is not None:
