@@ -258,7 +258,7 @@ class _InitialStateRecorder:
         self.platform = self.reduce_dtype = self.axes = None
         self.takes_checks = True
         self._state = optimizer.state
-        self._waiting_for = missing if _is_of_torch(optimizer) else []
+        self._waiting_for = missing if is_of_torch(optimizer) else []
 
     def born(self, buffer: Buffer) -> None:
         self.first[buffer] = buffer.value
@@ -357,7 +357,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
         first = [births.first[buffer_of(v)] for _, _, v in made]
-        if made and not _is_of_torch(optimizer):
+        if made and not is_of_torch(optimizer):
             if not all(is_whole(state, buffer_of(state)) for _, _, state in made):
                 raise TraceError("a state tensor is a view of another tensor, or is not contiguous")
             left = _values_after_step(optimizer, missing)
@@ -378,7 +378,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         except TraceAgain:
             raise
         except Exception as error:
-            if not isinstance(error, TraceError) and _is_of_torch(optimizer):
+            if not isinstance(error, TraceError) and is_of_torch(optimizer):
                 raise
             made.clear()  # the state depends on values, or the step needs a closure: the function's first traced step creates it
             return
@@ -399,14 +399,15 @@ def _are_equal(left: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> boo
     )
 
 
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of one of torch's own classes, whose steps leave parameters without a gradient as they are."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _separate_step(optimizer: torch.optim.Optimizer) -> None:
     """Run one step, and undo all writes to Python objects by a user's optimizer or a hook except those to the optimizer's state."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if _is_of_torch(optimizer) and not any(hooks):
+    if is_of_torch(optimizer) and not any(hooks):
         optimizer.step()
         return
     with recorded(ignored={id(d) for d in (optimizer.state, *optimizer.state.values()) if isinstance(d, dict)}) as reads:
