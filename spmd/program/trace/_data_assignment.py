@@ -51,6 +51,8 @@ class DataAssignments:
         groups: dict[Buffer, list[torch.Tensor]] = {}
         for name, t, count in changed:
             old = self._old[id(t)]
+            if t.shape != old.shape and buffer_of(t) is buffer_of(old):
+                raise _reshaped(name, tuple(old.shape), tuple(t.shape))
             if (t.shape, t.dtype) != (old.shape, old.dtype):
                 raise _refused(name, f"it was {old.dtype} of shape {tuple(old.shape)}, and becomes {t.dtype} of shape {tuple(t.shape)}")
             if count > 1:
@@ -90,6 +92,12 @@ def num_sharing(tensor: torch.Tensor) -> int:
     """The number of tensors on the storage of `tensor`, including itself."""
     storage = tensor.untyped_storage()  # counts as one more user; torch returns the same Python object each time
     return storage_use_count(storage._cdata) - 1
+
+
+def _reshaped(name: str, before: tuple[int, ...], now: tuple[int, ...]) -> TraceError:
+    what = f"the compiled function changes the shape of {name} in place (unsqueeze_, squeeze_, transpose_, t_, resize_)"
+    why = f"it was {before}, and becomes {now}; the tensors of a program keep their shapes"
+    return TraceError(message(what, why, fix="use the view instead: x = x.unsqueeze(0), or x.unsqueeze_(0) before the call"))
 
 
 def _refused(name: str, why: str) -> TraceError:
