@@ -190,7 +190,7 @@ def dropped(*kinds: type[Exception]) -> Generator[None]:
 
 def text_of(error: BaseException) -> str:
     """The texts among the arguments of an exception. `str(error)` would run code of the user's, and print tensors that have no values."""
-    args: tuple[Any, ...] = BaseException.args.__get__(error)
+    args: tuple[Any, ...] = vars(BaseException)["args"].__get__(error)
     parts = (text_of(arg) if isinstance(arg, BaseException) else arg for arg in args)
     return " ".join(part for part in parts if isinstance(part, str))
 

@@ -87,7 +87,7 @@ def test_the_reason_for_another_gradient_is_in_torchs_words() -> None:
 def test_another_shape_in_place_is_refused_by_name(change: Any) -> None:
     with pytest.raises(spmd.TraceError, match="changes the shape of an argument in place") as raised:
         spmd.compile(change)(torch.ones(1, 3, device="jax"))
-    assert "(1, 3), and becomes" in str(raised.value) and "x = x.unsqueeze(0)" in str(raised.value)
+    assert "of shape (1, 3), and becomes" in str(raised.value) and "x = x.unsqueeze(0)" in str(raised.value)
 
 
 def test_in_place_update_of_an_argument_is_seen_by_the_caller() -> None:

@@ -29,6 +29,7 @@ from spmd.device._copy import from_host
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
+from spmd.program.optim._traced_state import is_of_torch
 from spmd.program.reads import recorded
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 from spmd.sharding._annotate import clear_sharding
@@ -397,11 +398,6 @@ def _are_equal(left: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> boo
     return [key for key, _ in left] == [key for key, _ in other] and all(
         is_same_value(one, two) for (_, one), (_, two) in zip(left, other, strict=True)
     )
-
-
-def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is of one of torch's own classes, whose steps leave parameters without a gradient as they are."""
-    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _separate_step(optimizer: torch.optim.Optimizer) -> None:

@@ -46,6 +46,11 @@ class OptimizerAsObject(TraceAgain):
         return replace(settings, as_objects=(*settings.as_objects, *self.optimizers))
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of one of torch's own classes, whose steps leave parameters without a gradient as they are."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def drop_state_without_gradient(
     optimizer: torch.optim.Optimizer, prepared: Iterable[tuple[torch.optim.Optimizer, Sequence[torch.Tensor]]]
 ) -> None:

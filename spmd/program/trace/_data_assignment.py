@@ -51,10 +51,9 @@ class DataAssignments:
         groups: dict[Buffer, list[torch.Tensor]] = {}
         for name, t, count in changed:
             old = self._old[id(t)]
-            if t.shape != old.shape and buffer_of(t) is buffer_of(old):
-                raise _reshaped(name, tuple(old.shape), tuple(t.shape))
             if (t.shape, t.dtype) != (old.shape, old.dtype):
-                raise _refused(name, f"it was {old.dtype} of shape {tuple(old.shape)}, and becomes {t.dtype} of shape {tuple(t.shape)}")
+                why = f"it was {old.dtype} of shape {tuple(old.shape)}, and becomes {t.dtype} of shape {tuple(t.shape)}"
+                raise _reshaped(name, why) if buffer_of(t) is buffer_of(old) else _refused(name, why)
             if count > 1:
                 raise _refused(name, "another tensor shares its old memory")
             groups.setdefault(buffer_of(t), []).append(t)
@@ -94,10 +93,9 @@ def num_sharing(tensor: torch.Tensor) -> int:
     return storage_use_count(storage._cdata) - 1
 
 
-def _reshaped(name: str, before: tuple[int, ...], now: tuple[int, ...]) -> TraceError:
-    what = f"the compiled function changes the shape of {name} in place (unsqueeze_, squeeze_, transpose_, t_, resize_)"
-    why = f"it was {before}, and becomes {now}; the tensors of a program keep their shapes"
-    return TraceError(message(what, why, fix="use the view instead: x = x.unsqueeze(0), or x.unsqueeze_(0) before the call"))
+def _reshaped(name: str, why: str) -> TraceError:
+    what = f"the compiled function changes the shape of {name} in place, by unsqueeze_, squeeze_, transpose_, t_, resize_ or .data"
+    return TraceError(message(what, why, fix="use a view of it instead: x = x.unsqueeze(0), or change the shape before the call"))
 
 
 def _refused(name: str, why: str) -> TraceError:
