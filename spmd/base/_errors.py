@@ -189,6 +189,13 @@ def dropped(*kinds: type[Exception]) -> Generator[None]:
             raised[num_before:] = [error for error in raised[num_before:] if isinstance(error, TraceAgain)]
 
 
+def text_of(error: BaseException) -> str:
+    """The texts among the arguments of an exception. `str(error)` would run code of the user's, and print tensors that have no values."""
+    args: tuple[Any, ...] = vars(BaseException)["args"].__get__(error)
+    parts = (text_of(arg) if isinstance(arg, BaseException) else arg for arg in args)
+    return " ".join(part for part in parts if isinstance(part, str))
+
+
 def shown(value: object) -> str:
     """A value of a wrong type in an error: "3", "'w'", "a Tensor", "the module Linear", "the class Linear"."""
     if isinstance(value, type):

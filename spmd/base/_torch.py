@@ -111,6 +111,7 @@ try:
     from torch.distributions.constraints import _Symmetric as Symmetric
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.optim.optimizer import _device_dtype_check_for_fused as device_dtype_check_for_fused
+    from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
     from torch.serialization import _package_registry as package_registry
     from torch.utils import _pytree as pytree

@@ -48,7 +48,13 @@ def empty_memory_format(size: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def unset(size: tuple[int, ...], dtype: Any) -> torch.Tensor:
-    """A tensor without a value yet; in a trace a tensor of zeros, which XLA eliminates if nothing reads them."""
+    """A tensor without a value yet; in a trace a tensor of zeros, which XLA eliminates if nothing reads them.
+
+    Raises:
+        RuntimeError: torch's error for a negative size.
+    """
+    if (negative := next((n for n in size if type(n) is int and n < 0), None)) is not None:
+        raise RuntimeError(f"Trying to create tensor with negative dimension {negative}: {list(size)}")
     if not is_tracing():
         return wrap_unset(size, dtype)
     with exact_dtypes():

@@ -314,7 +314,7 @@ def refuse_large_ints(op: str, args: Iterable[Any]) -> None:
                 f"{op} on device 'jax' got the Python int {large}",
                 f"the largest one is 2**63 - 1 = {_LARGEST}",
                 *called_at(),
-                fix="float(number)",
+                fix="number - 2**64, which are the same 64 bits, beside integers; float(number) beside floats",
             )
         )
 

@@ -140,7 +140,7 @@ def cross_entropy_loss(
         count = self.shape[_classes_of(self)]
         weighted = log_p if weight is None else log_p * _along_classes(weight, log_p)
         smooth = jnp.where(target != ignore_index, -jnp.sum(weighted, axis=_classes_of(self)), 0.0)
-        loss = (1 - label_smoothing) * loss + label_smoothing / count * smooth
+        loss = (1 - label_smoothing) * loss + label_smoothing / max(count, 1) * smooth
     if reduction == _MEAN:
         return (jnp.sum(loss) / total).astype(self.dtype)
     return _reduced(loss, reduction).astype(self.dtype)
@@ -150,18 +150,18 @@ def _soft_target_loss(log_p: Any, target: Any, weight: Any, reduction: int, labe
     classes = _classes_of(log_p)
     count = log_p.shape[classes]
     if label_smoothing > 0:
-        target = target * (1 - label_smoothing) + label_smoothing / count
+        target = target * (1 - label_smoothing) + label_smoothing / max(count, 1)
     weighted = log_p * target if weight is None else log_p * target * _along_classes(weight, log_p)
     loss = -jnp.sum(weighted, axis=classes)
     if reduction == _MEAN:
-        return jnp.sum(loss) / max(log_p.size // max(count, 1), 1)
+        return jnp.sum(loss) / (log_p.size // max(count, 1))  # nan without samples
     return _reduced(loss, reduction)
 
 
 def _nll_of_logits(x: Any, target: Any, ignore_index: int) -> tuple[Any, Any]:
     """`_nll` of the log-softmax of `x`, without computing the log-softmax: it would be as large as `x`, and saved for the backward."""
     classes = _classes_of(x)
-    shifted = x - lax.stop_gradient(jnp.max(x, axis=classes, keepdims=True))
+    shifted = x - lax.stop_gradient(jnp.max(x, axis=classes, keepdims=True)) if x.size else x
     zero, kept = jnp.zeros((), x.dtype), target != ignore_index
     own = jnp.sum(jnp.where(_is_target(x, target), shifted, zero), axis=classes)
     losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=classes)) - own

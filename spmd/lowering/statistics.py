@@ -97,6 +97,8 @@ def histc(self: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 
 def _require_weight_per_value(self: Any, weights: Any = None, minlength: int = 0) -> None:
+    if minlength < 0:
+        raise RuntimeError("minlength should be >= 0")
     if weights is not None and weights.shape != self.shape:
         raise RuntimeError("weights should be 1-d and have the same length as input")
 

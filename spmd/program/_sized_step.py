@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from spmd.base._errors import SpmdError, TraceAgain, TraceError, message, place_of
+from spmd.base._errors import SpmdError, TraceAgain, TraceError, message, place_of, text_of
 from spmd.base._progress import underway
 from spmd.base._torch_late import without_dynamo
 from spmd.program._job_checks import compiling
@@ -206,7 +206,7 @@ class SizedStep(Step[Any, Any]):
             except (TraceAgain, StaleGradients, Inexact):
                 raise
             except Exception as error:
-                raise SizeDecides(f"for sizes {sizes} the function raises {type(error).__name__}: {error}") from error
+                raise SizeDecides(f"for sizes {sizes} the function raises {type(error).__name__}: {text_of(error)}") from error
 
     def _family_key(self, call: Signature, now: _Call) -> Any:
         """The cache key of a call with the names of dims in place of the sizes that vary."""

@@ -369,4 +369,6 @@ def test_a_python_int_above_int64_is_refused_by_name(number: int, wrap: Any) -> 
     for fn in (lambda: x * number, lambda: number - x, lambda: torch.add(x, x, alpha=number), lambda: x > number):
         with pytest.raises(spmd.UnsupportedOpError, match=f"on device 'jax' got the Python int {number}"):
             wrap(fn)()
+    integers = torch.tensor([1, -5])
+    assert (integers.to("jax") + (number - 2**64)).tolist() == (integers + number).tolist()  # the fix that the error names
     assert (x * (2**63 - 1)).tolist() == (torch.ones(2) * (2**63 - 1)).tolist()

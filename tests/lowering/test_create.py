@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import spmd
 from tests.lowering.against_cpu import assert_equal
 
 INTO: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -55,3 +56,27 @@ def test_random_numbers_drawn_into_a_tensor_are_the_devices(draw: Callable[..., 
 @pytest.mark.parametrize("args", [(0,), (1,), (6,), (5, False), (8, True, 3.0)], ids=str)
 def test_kaiser_window(args: tuple[Any, ...]) -> None:
     torch.testing.assert_close(torch.kaiser_window(*args, device="jax").cpu(), torch.kaiser_window(*args))
+
+
+NEGATIVE: dict[str, Callable[[str], torch.Tensor]] = {
+    "empty": lambda device: torch.empty(2, -1, device=device),
+    "zeros": lambda device: torch.zeros(-1, device=device),
+    "full": lambda device: torch.full((-1,), 2.0, device=device),
+    "rand": lambda device: torch.rand(-2, 3, device=device),
+    "randn": lambda device: torch.randn(-1, device=device),
+    "randint": lambda device: torch.randint(0, 3, (-1,), device=device),
+    "normal": lambda device: torch.normal(0.0, 1.0, (-1,), device=device),
+    "new_empty": lambda device: torch.ones(1, device=device).new_empty(3, -1, 2),
+    "empty_strided": lambda device: torch.empty_strided((-1,), (1,), device=device),
+    "bincount": lambda device: torch.bincount(torch.ones(1, dtype=torch.int64, device=device), minlength=-1),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, spmd.compile], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_a_negative_size_is_torchs_error(name: str, wrap: Any) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        NEGATIVE[name]("cpu")
+    with pytest.raises(RuntimeError) as raised:
+        wrap(lambda: NEGATIVE[name]("jax"))()
+    assert str(raised.value) == str(expected.value)

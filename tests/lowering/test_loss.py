@@ -43,6 +43,15 @@ def test_mean_over_no_sample_is_nan_as_on_cpu() -> None:
     check(F.cross_entropy, normal(2, C), torch.tensor([-100, -100]))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("shape", [(0, 0), (0, C), (N, 0)], ids=str)
+def test_losses_without_samples_or_classes_equal_cpu(shape: tuple[int, int], options: dict[str, Any], reduction: str) -> None:
+    check(F.cross_entropy, normal(*shape), normal(*shape, seed=1, grad=False), reduction=reduction, **options)  # probabilities
+    if shape[0] == 0 and (shape[1] or not options):
+        check(F.cross_entropy, normal(*shape), CLASSES[:0], reduction=reduction, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_cross_entropy_keeps_its_dtype(dtype: torch.dtype) -> None:
     check(F.cross_entropy, normal(N, C, dtype=dtype), CLASSES)

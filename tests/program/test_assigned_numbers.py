@@ -151,3 +151,20 @@ def test_a_number_assigned_to_a_tensor_stops_its_gradient() -> None:
     for i, r in CALLS:
         assert_same(compiled(start().to("jax"), i, r), step(start(), i, r))
     assert compiled.num_traces == 2
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int32, np.int64])
+def test_a_number_of_numpy_that_torch_does_not_take_is_the_cpus_error(kind: Any) -> None:
+    def write(x: torch.Tensor, r: Any) -> torch.Tensor:
+        x[0] = r
+        return x
+
+    step = spmd.compile(write)
+    for r in (1.5, 2.5, kind(3), kind(4)):
+        outcomes: list[Any] = []
+        for device, fn in (("cpu", write), ("jax", step)):
+            try:
+                outcomes.append(fn(torch.ones(2, device=device), r).tolist())
+            except TypeError as error:
+                outcomes.append(str(error).replace("torch.jax.", "torch."))
+        assert outcomes[0] == outcomes[1]

@@ -552,3 +552,33 @@ def test_an_exception_holds_plain_numbers() -> None:
     error: Any = caught.value  # type: ignore[union-attr]
     numbers = (error.args[0], *error.args[1], error.at["n"][0], error.at["n"][1].n, error.__cause__.args[0])
     assert (numbers, set(map(type, numbers))) == ((4, 5, 4, 4, 4), {int})
+
+
+class PrintsItsTensor(TypeError):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __str__(self) -> str:
+        return f"the sum is {self.tensor.sum().item()}"
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError, KeyError, IndexError, AssertionError, PrintsItsTensor])
+def test_an_exception_with_a_tensor_keeps_its_class_and_its_arguments(kind: Any) -> None:
+    weight, state = torch.nn.Parameter(torch.ones(2, device="jax")), types.SimpleNamespace(n=0)
+
+    @spmd.compile
+    def step(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        state.n += 1  # varies from the second call on
+        if fails:
+            raise kind(x) if kind is PrintsItsTensor else kind("found", x, weight)
+        return x * state.n
+
+    x = torch.ones(2, device="jax")
+    for fails in (True, False, False, True, True):
+        with pytest.raises(kind) if fails else contextlib.nullcontext() as caught:
+            step(x, fails)
+        error: Any = caught.value if fails else None  # type: ignore[union-attr]
+        if error is not None and kind is not PrintsItsTensor:
+            assert (type(error), error.args[0], error.args[1].tolist(), error.args[2] is weight) == (kind, "found", [1.0, 1.0], True)
+            assert "tensor([1., 1.]" in str(error)
+    assert state.n == 2

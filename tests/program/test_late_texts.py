@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import re
+import string
 import types
 import warnings
 from collections.abc import Callable
@@ -44,6 +45,7 @@ LATE: dict[str, Fn] = {
     "returned": lambda x, i, state: (x, f"{i}", {"a": f"{i!r} {i=}"}),
     "methods": lambda x, i, state: (x, f"a{i}".upper(), ",".join([f"{i}", "b"]), f"{i}".zfill(4), f"a {i}".split()),
     "added": extended,
+    "template": lambda x, i, state: (x, string.Template("step $i $$").substitute(i=i), string.Template("$i $j").safe_substitute({"i": i})),
     "nested": lambda x, i, state: (x, f"{f'{i}'}-{i}"),
     "json": lambda x, i, state: (x, json.dumps({"step": f"{i}"})),
     "beside a loss": lambda x, i, state: (x, f"{i}: {x.sum().item():.2f}"),

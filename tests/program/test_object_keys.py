@@ -218,3 +218,65 @@ def test_a_module_that_is_a_key_keeps_numbers_that_change() -> None:
         assert step(torch.ones(2, device="jax")).tolist() == [i + 1.0] * 2
     assert seen == {model: 5}
     assert step.num_traces <= 3
+
+
+class Elementwise:
+    """Its `==` has no truth value, as that of a tensor with several elements."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("ambiguous")
+
+
+def _fill(table: dict[Any, Any], keys: list[Any], x: torch.Tensor) -> Any:
+    for i, key in enumerate(keys):
+        table[key] = table.get(key, 0) + x * i
+    return list(table.values())
+
+
+def _fill_and_move(table: dict[Any, Any], keys: list[Any], x: torch.Tensor) -> Any:
+    _fill(table, keys, x)
+    table[keys[0]] = table.pop(keys[0]) + 1
+    return [table[key] for key in table]
+
+
+def _fill_an_argument(table: dict[Any, Any], keys: list[Any], x: torch.Tensor) -> Any:
+    _fill_and_move(table, keys, x)
+    return x
+
+
+def _parameters(values: Any) -> Callable[[str], list[Any]]:
+    return lambda device: [torch.nn.Parameter(torch.tensor(values, device=device)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("use", [_fill, _fill_and_move, _fill_an_argument])
+@pytest.mark.parametrize(
+    "make",
+    [
+        _parameters([1.0, 2.0]),
+        _parameters([1.0]),
+        lambda _: [Elementwise() for _ in range(3)],
+        lambda d: [(p,) for p in _parameters([1.0, 2.0])(d)],
+    ],
+    ids=["parameters", "of one element", "objects", "in tuples"],
+)
+def test_keys_are_told_apart_as_a_dict_does(make: Callable[[str], list[Any]], use: Callable[..., Any]) -> None:
+    def run(device: str) -> list[Any]:
+        keys, found, table = make(device), list[Any](), dict[Any, Any]()
+
+        def step(x: torch.Tensor, *given: dict[Any, Any]) -> Any:
+            return use(*(given or (table,)), keys, x)
+
+        compiled: Callable[..., Any] = spmd.compile(step) if device == "jax" else step
+        for _ in range(4):
+            given = [{key: torch.ones(2, device=device) for key in keys}] if use is _fill_an_argument else []
+            result = compiled(torch.ones(2, device=device), *given)
+            filled = given[0] if given else table
+            found.append(
+                [[next(i for i, key in enumerate(keys) if key is k) for k in filled], [v.tolist() for v in (*filled.values(), *result)]]
+            )
+        return found
+
+    assert run("jax") == run("cpu")

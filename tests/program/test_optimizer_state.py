@@ -382,6 +382,38 @@ def test_state_that_is_looked_at_before_the_first_step_is_not_there_yet() -> Non
     assert found[len(LOOKS) :] == found[: len(LOOKS)]
 
 
+@pytest.mark.parametrize("make", [torch.optim.Adam, lambda ps, lr: torch.optim.SGD(ps, lr, momentum=0.9), torch.optim.RMSprop])
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_a_parameter_without_a_gradient_has_no_state_for_code_after_the_step(make: Callable[..., Any], has_closure: bool) -> None:
+    found: list[Any] = []
+    for device, wrap in (("cpu", lambda fn: fn), ("jax", spmd.compile)):
+        for look in (*LOOKS.values(), lambda o, p: [v["step"].item() for v in o.state.values() if "step" in v]):
+            used, other = (nn.Parameter(torch.arange(4.0).to(device)) for _ in range(2))
+            optimizer, seen, uses = make([used, other], 0.1), [], {"both": False}
+
+            def backward(used: Any = used, other: Any = other, optimizer: Any = optimizer, uses: Any = uses) -> None:
+                optimizer.zero_grad()
+                ((used * used).sum() + (other.sum() if uses["both"] else 0)).backward()
+
+            def step(other: Any = other, optimizer: Any = optimizer, backward: Any = backward, look: Any = look) -> Any:
+                if has_closure:
+                    optimizer.step(backward)
+                else:
+                    backward()
+                    optimizer.step()
+                return look(optimizer, other)
+
+            run = wrap(step)
+            for i in range(6):
+                uses["both"] = i in (2, 3)
+                if i == 4:
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).to(device))]})
+                seen.append((run(), sorted(optimizer.state_dict()["state"])))
+            found.append((seen, _content(optimizer, [used, other])))
+    half = len(found) // 2
+    assert found[half:] == found[:half]
+
+
 def _swap(optimizer: Any, ps: list[nn.Parameter]) -> None:
     optimizer.state[ps[0]], optimizer.state[ps[1]] = optimizer.state[ps[1]], optimizer.state[ps[0]]
 

@@ -10,7 +10,9 @@ import functools
 import json
 import math
 import operator
+import re
 import statistics
+import string
 import types
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +167,8 @@ VALUES: dict[str, Case] = {
     "repr of a list": lambda s, x: repr([x[0].item(), {"a": round(x[1].item(), 1)}]),
     "format": lambda s, x: format(x.max().item(), ".3e"),
     "method format": lambda s, x: "{:.3f} of {n}, {}".format(x.max().item(), "a", n=x.argmax().item()),
+    "template": lambda s, x: string.Template("$x of ${n}, $$$name").substitute({"x": x.max().item(), "n": x.argmax().item()}, name="a"),
+    "template of a text": lambda s, x: string.Template(f"{x.max().item():.1f} $a $b").safe_substitute(a=str(x[0].item())),
     "percent": lambda s, x: "%.4f" % x.max().item(),  # noqa: UP031
     "percent with a tuple": lambda s, x: "%s: %6.2f %d" % ("loss", x.max().item(), x.argmax().item()),  # noqa: UP031
     "percent with a dict": lambda s, x: "%(loss).2f" % {"loss": x.max().item()},  # noqa: UP031
@@ -381,6 +385,29 @@ def test_handlers_of_other_errors_do_not_count() -> None:
     compared(lambda s, x: not_handled(x))
 
 
+class Described:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return str(self.value) + spec
+
+
+class Percents(string.Template):
+    delimiter = "%"
+
+
+class Hashed:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 NEEDED: dict[str, tuple[Case, str]] = {
     "branch": (lambda s, x: 1 if round(x[0].item(), 1) > 1 else 2, r"bool \(a branch\)"),
     "and": (lambda s, x: round(x[0].item()) and 1, r"bool \(a branch\)"),
@@ -406,6 +433,15 @@ NEEDED: dict[str, tuple[Case, str]] = {
     "hash": (lambda s, x: hash(round(x[0].item())), "an argument of hash"),
     "search": (lambda s, x: [1, 2].index(round(x[0].item())), "an argument of index"),
     "tensor of it": (lambda s, x: torch.tensor(round(x[0].item(), 1)), "an argument of tensor"),
+    "callback of a library": (lambda s, x: re.sub("a", lambda _: str(x[0].item()), "a b"), "number or text"),
+    "text of an object in a format": (lambda s, x: "{}".format(Described(x[0].item())), "number or text"),  # noqa: UP032
+    "format of an object": (lambda s, x: f"{Described(x[0].item()):>9}", "number or text"),
+    "template of a subclass": (lambda s, x: Percents("%x").substitute(x=x[0].item()), "number or text"),
+    "object beside it in a template": (lambda s, x: string.Template("$x $s").substitute(x=x[0].item(), s=s), "may change"),
+    "length of a deque": (lambda s, x: collections.deque("abc", maxlen=round(x[0].item())), "number"),
+    "item of a memoryview": (lambda s, x: memoryview(bytearray(1)).__setitem__(0, round(x[0].item())), "number|value"),
+    "hash of an object": (lambda s, x: {Hashed(round(x[0].item())): 1}, "number"),
+    "hash of an object in C": (lambda s, x: hash(Hashed(int(x.argmax().item()))), "number"),
     "pickle": (lambda s, x: __import__("pickle").dumps(round(x[0].item())), "value"),
 }
 

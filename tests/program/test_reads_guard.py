@@ -41,7 +41,7 @@ def guard_of(places: list[Any]) -> Callable[[], str | None]:
 def whole(place: Any) -> Any:
     """The place with all of its holder read."""
     holder = place.holder
-    place.whole = (list(holder), list(holder.values())) if isinstance(holder, dict) else list(holder)
+    place.whole = dict(holder) if isinstance(holder, dict) else list(holder)
     return place
 
 

@@ -64,6 +64,32 @@ def test_new_batch_shape_is_a_new_signature_with_its_reason() -> None:
     assert "shape changed from (4, 8) to (8, 8)" in step.retraces[0]
 
 
+def test_the_reason_for_another_gradient_is_in_torchs_words() -> None:
+    def argument(requires_grad: bool, has_gradient: bool = False, has_hook: bool = False) -> torch.Tensor:
+        x = torch.ones(3, device="jax", requires_grad=requires_grad)
+        if has_gradient:
+            x.grad = torch.ones(3, device="jax")
+        if has_hook:
+            x.register_hook(lambda gradient: gradient)
+        return x
+
+    step = spmd.compile(lambda x: x * 2)
+    for given in (argument(True), argument(False), argument(True, True), argument(True, has_hook=True)):
+        step(given)
+    assert step.retraces == [
+        "argument 0: requires_grad changed from True to False",
+        "argument 0: requires_grad changed from False to True",
+        "argument 0: requires_grad changed from True, with a gradient of shape [3] to True, without a gradient and with hooks",
+    ]
+
+
+@pytest.mark.parametrize("change", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.squeeze_(0), lambda x: x.resize_(7)])
+def test_another_shape_in_place_is_refused_by_name(change: Any) -> None:
+    with pytest.raises(spmd.TraceError, match="changes the shape of an argument in place") as raised:
+        spmd.compile(change)(torch.ones(1, 3, device="jax"))
+    assert "of shape (1, 3), and becomes" in str(raised.value) and "x = x.unsqueeze(0)" in str(raised.value)
+
+
 def test_in_place_update_of_an_argument_is_seen_by_the_caller() -> None:
     def bump(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.add_(1)

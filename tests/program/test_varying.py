@@ -718,3 +718,39 @@ def test_a_special_method_that_must_return_an_int_returns_the_value_and_other_nu
         assert torch.equal(step(torch.ones(3, device="jax"), i * 0.5).cpu(), fn(other, torch.ones(3), i * 0.5))
         assert ring.at == other.at
     assert step.num_traces <= num_traces
+
+
+def _bytes_of(i: int) -> bytes:
+    data = bytearray(4)
+    memoryview(data)[i % 2] = i
+    memoryview(data)[2] += i
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _bytes_of,
+        lambda i: collections.deque(range(5), maxlen=i),
+        lambda i: collections.deque(maxlen=i),
+        lambda i: collections.deque([i, i + 1, i + 2], i),
+    ],
+    ids=["memoryview", "deque by name", "empty deque", "deque"],
+)
+def test_code_in_c_whose_error_does_not_name_a_number_gets_that_of_the_call(made: Callable[[int], Any]) -> None:
+    step = spmd.compile(lambda x, i: (x * i, made(i)))
+    for i in (1, 2, 3, 2):
+        scaled, found = step(torch.ones(1, device="jax"), i)
+        assert (scaled.item(), found, type(found)) == (i, made(i), type(made(i)))
+
+
+def test_a_deque_limited_by_a_number_that_changes_reads_its_items() -> None:
+    items = [1, 2, 3]
+
+    def fn(x: torch.Tensor, i: int) -> torch.Tensor:
+        return x * sum(collections.deque(items, maxlen=i))
+
+    step = spmd.compile(fn)
+    for num in (1, 2, 3, 3):
+        items[2] += num
+        assert step(torch.ones(1, device="jax"), num).item() == sum(items[-num:])

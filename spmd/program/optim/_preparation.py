@@ -29,6 +29,7 @@ from spmd.device._copy import from_host
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
 from spmd.program.optim._state_rules import sharding_of_state
+from spmd.program.optim._traced_state import is_of_torch
 from spmd.program.reads import LateWritesNeeded, recorded
 from spmd.program.xla._jaxpr import constant_outputs, pruned
 from spmd.sharding._annotate import clear_sharding
@@ -258,7 +259,7 @@ class _InitialStateRecorder:
         self.platform = self.reduce_dtype = self.axes = None
         self.takes_checks = True
         self._state = optimizer.state
-        self._waiting_for = missing if _is_of_torch(optimizer) else []
+        self._waiting_for = missing if is_of_torch(optimizer) else []
 
     def born(self, buffer: Buffer) -> None:
         self.first[buffer] = buffer.value
@@ -357,7 +358,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
         for p in missing:
             made.extend((p, k, v) for k, v in optimizer.state.get(p, {}).items() if is_device_tensor(v))
         first = [births.first[buffer_of(v)] for _, _, v in made]
-        if made and not _is_of_torch(optimizer):
+        if made and not is_of_torch(optimizer):
             if not all(is_whole(state, buffer_of(state)) for _, _, state in made):
                 raise TraceError("a state tensor is a view of another tensor, or is not contiguous")
             left = _values_after_step(optimizer, missing)
@@ -376,7 +377,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
                 grads = [jax.ShapeDtypeStruct(tuple(p.shape), to_numpy_dtype(p.dtype)) for p in missing]
                 jaxpr = jax.make_jaxpr(first_step)(given, grads)
         except Exception as error:
-            is_left = isinstance(error, (TraceError, LateWritesNeeded)) or not (isinstance(error, TraceAgain) or _is_of_torch(optimizer))
+            is_left = isinstance(error, (TraceError, LateWritesNeeded)) or not (isinstance(error, TraceAgain) or is_of_torch(optimizer))
             if not is_left:
                 raise
             made.clear()  # the state depends on values, or the step needs a closure: the function's first traced step creates it
@@ -398,14 +399,10 @@ def _are_equal(left: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> boo
     )
 
 
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
 def _separate_step(optimizer: torch.optim.Optimizer) -> None:
     """Run one step, and undo all writes to Python objects by a user's optimizer or a hook except those to the optimizer's state."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if _is_of_torch(optimizer) and not any(hooks):
+    if is_of_torch(optimizer) and not any(hooks):
         optimizer.step()
         return
     with recorded(ignored={id(d) for d in (optimizer.state, *optimizer.state.values()) if isinstance(d, dict)}) as reads:

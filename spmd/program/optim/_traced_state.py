@@ -9,7 +9,7 @@ values from the current ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType, ModuleType
@@ -44,6 +44,23 @@ class OptimizerAsObject(TraceAgain):
 
     def other_settings(self, settings: TraceSettings) -> TraceSettings:
         return replace(settings, as_objects=(*settings.as_objects, *self.optimizers))
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of one of torch's own classes, whose steps leave parameters without a gradient as they are."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def drop_state_without_gradient(
+    optimizer: torch.optim.Optimizer, prepared: Iterable[tuple[torch.optim.Optimizer, Sequence[torch.Tensor]]]
+) -> None:
+    """Remove, at a traced step, the state that was prepared for parameters without a gradient: the step does not create it.
+
+    `prepared`: optimizers, each with the parameters for which state was created before the trace.
+    """
+    for parameter in (p for other, created in prepared if other is optimizer for p in created):
+        if parameter.grad is None:
+            optimizer.state.pop(parameter, None)
 
 
 class TracedState:

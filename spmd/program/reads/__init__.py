@@ -45,7 +45,7 @@ from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace,
 from spmd.program.reads._numpy_numbers import NUMBER_TYPES
 from spmd.program.reads._parts import is_data, objects_in
 from spmd.program.reads._pending import Pending
-from spmd.program.reads._places import PLAIN, Place, content_of, items_of, shown
+from spmd.program.reads._places import PLAIN, Place, content_of, items_of, shown, shown_key
 from spmd.program.reads._process_only import ONLY_HERE
 from spmd.program.reads._questions import COLLECTING, uncollected
 from spmd.program.reads._recorder import Recording, recorded
@@ -97,6 +97,7 @@ __all__ = [
     "recorded",
     "recorded_together",
     "shown",
+    "shown_key",
     "touched_by",
     "uncollected",
     "with_inputs",

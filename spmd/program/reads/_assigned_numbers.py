@@ -20,6 +20,8 @@ def element_of(tensor: torch.Tensor, value: Any) -> Any:
     """A number that varies as a 0-dim tensor of the dtype of `tensor`; other values as they are."""
     if type(value) is not Varying:
         return value
+    if value.is_numpy:
+        tensor.new_empty(1)[0] = value.evaluate()  # raises for the classes of numpy that torch does not take
     if not is_program_number(value.traced()):
         return value.traced()
     number: Any = value.traced()

@@ -68,6 +68,7 @@ from spmd.program.reads._outside import question_of, questions_of_files
 from spmd.program.reads._parts import inherits_state, is_sized
 from spmd.program.reads._pending_calls import for_pending
 from spmd.program.reads._pending_outputs import only_writes_to, require_no_late_output
+from spmd.program.reads._plain_numbers import limited_deque
 from spmd.program.reads._pointed_memory import require_no_address
 from spmd.program.reads._process_only import ADDRESSES, question_of_hashes, questions_of_output
 from spmd.program.reads._process_settings import TEXTS, questions_of_call, setting_of_call
@@ -207,6 +208,7 @@ def _library_object(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Non
 def _with_numbers(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use where `fn` receives or returns numbers that are inputs, or that only the device knows; None if `fn` does."""
     instead = for_known_items(fn, args) or late_method(recording, fn, args) or for_tensors(recording, fn, args, note_call)
+    instead = instead or limited_deque(recording, fn, args, _record)
     instead = instead or for_pending(recording, fn, args, _takes_varying, _record) or with_key_function(recording, fn, args)
     if (instead := instead or with_readers(recording, fn, args)) is not None:
         return instead
@@ -251,8 +253,6 @@ def _call_with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> 
 
 def _with_varying(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The callable to use when some arguments vary, with its reads recorded; None if `fn` takes them."""
-    if len(args) == 2 and type(args[1]) is Varying and fn is collections.deque:
-        return lambda given, maxlen: fn(given, fixed(maxlen))
     if (fn is collections.Counter or type(getattr(fn, "__self__", None)) is collections.Counter) and is_sequence(args[0]):
         note_call(recording, fn, (keys := list(map(fixed_if_varying, args[0])), *args[1:]))
         return lambda _, **counts: fn(keys, **counts)

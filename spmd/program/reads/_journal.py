@@ -7,7 +7,7 @@ import collections
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -273,7 +273,7 @@ class Journal:
             if not written.is_left(now):
                 written.put(written.before)
         for holder, order in self._orders.values():
-            if is_before(holder) and list(holder) != order:
+            if is_before(holder) and not _are_same(holder, order):
                 base = dict_class(holder)
                 for key in [key for key in order if key in holder]:
                     base.__setitem__(holder, key, base.pop(holder, key))
@@ -336,10 +336,15 @@ def is_same_content(now: Any, before: Any) -> bool:
     if type(now) is list and type(before) is list:
         return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
     if type(now) is dict and type(before) is dict:
-        return list(now) == list(before) and all(a is b for a, b in zip(now.values(), before.values(), strict=True))
+        return _are_same(now, before) and all(a is b for a, b in zip(now.values(), before.values(), strict=True))
     if isinstance(now, np.ndarray):
         return isinstance(before, np.ndarray) and now.shape == before.shape and now.tobytes() == before.tobytes()
     return is_same(now, before)
+
+
+def _are_same(keys: Collection[Any], others: Collection[Any]) -> bool:
+    """Whether these are the same keys in the same order. `==` of two tensors is a tensor."""
+    return len(keys) == len(others) and all(map(is_same, keys, others))
 
 
 def is_environment(holder: Any) -> bool:

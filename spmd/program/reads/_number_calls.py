@@ -161,6 +161,8 @@ def needs_known(fn: Any) -> bool:
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, str):
         return fn.__name__ in ("format", "format_map")
+    if isinstance(owner, memoryview):
+        return True
     name = (getattr(type(owner), "__module__", None) if isinstance(owner, _OF_NUMPY) else getattr(fn, "__module__", None)) or ""
     if name == "_operator":
         return fn in (operator.is_, operator.is_not, operator.index)

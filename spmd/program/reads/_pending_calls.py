@@ -21,6 +21,7 @@ import json
 import math
 import operator
 import statistics
+import string
 import types
 from collections.abc import Callable, Collection
 from functools import partial
@@ -46,11 +47,13 @@ from spmd.program.reads._pending import (
     Pending,
     PendingMethod,
     catching,
+    filled,
     holds_copies,
     is_made_late,
     is_pending,
     is_unknown,
     item_of,
+    kept,
     not_taken,
     parts_in,
     pending,
@@ -163,6 +166,8 @@ def for_pending(
         for items in args[1:]:
             recording.iterate(items)
         return lambda applied, *items: map(partial(_applied, recording, applied), *items)
+    if (made := _of_template(recording, fn, owner, args)) is not None:
+        return made
     _require_errors_seen(fn, args, stores)
     if not is_pure(fn):
         return _for_others(fn, args, stores)
@@ -216,6 +221,41 @@ def _of_copies(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...])
     for arg in args:
         _read(recording, arg)
     return partial(_computed, recording, fn, id(fn) in _TEXTS)
+
+
+def substitute(template: str, /, *given: Any, **named: Any) -> str:
+    """`string.Template(template).substitute(...)`."""
+    return string.Template(template).substitute(*given, **named)
+
+
+def safe_substitute(template: str, /, *given: Any, **named: Any) -> str:
+    """`string.Template(template).safe_substitute(...)`."""
+    return string.Template(template).safe_substitute(*given, **named)
+
+
+def _of_template(recording: Recording, fn: Any, owner: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The callable for a method of `string.Template` that gives a pending text; None for other calls."""
+    made = {"substitute": substitute, "safe_substitute": safe_substitute}.get(getattr(fn, "__name__", ""))
+    if made is None or type(owner) is not string.Template:
+        return None
+    recording.load_attr(owner, "template")
+    text: Any = owner.template
+    if not (is_made_late(recording, text, *args) or holds_copies(*args)):
+        return None
+    for arg in args:
+        _read(recording, arg)
+
+    def substituted(*given: Any, **named: Any) -> Any:
+        text_made = pending(made, (text, *given), named, is_safe=True)
+        if text_made.sample is ABSENT:
+            parts: list[Any] = []
+            copies = kept(((text, *given), named), parts)
+            if all(sample_of(part) is not ABSENT for part in parts):
+                args, options = filled(copies, [sample_of(part) for part in parts])
+                made(*args, **options)  # raises the error of a wrong template at its line
+        return text_made
+
+    return substituted
 
 
 def _computed(recording: Recording, fn: Any, is_safe: bool, /, *given: Any, **options: Any) -> Any:

@@ -215,7 +215,8 @@ class DictPlace(Place):
     Attributes:
         entries: values that were read, by key; ABSENT for a missing key.
         present: whether a key was in the dict, by key, where only that was read.
-        whole: all keys and all values, if the whole content was read.
+        whole: all keys and values, if the whole content was read. A dict, so keys are compared as the holder compares them: `==` of
+            two tensors is a tensor.
         replaced: keys that the trace assigned before it read the whole content, so their old values were not read.
         owner: the object whose `__dict__` it is; None for another dict.
     """
@@ -231,11 +232,11 @@ class DictPlace(Place):
         self._is_of_attributes = owner is not None
         self.entries: dict[Any, Any] = {}
         self.present: dict[Any, bool] = {}
-        self.whole: tuple[list[Any], list[Any]] | None = None
-        self.replaced: list[Any] = []
+        self.whole: dict[Any, Any] | None = None
+        self.replaced: set[Any] = set()
 
     def values(self) -> list[Any]:
-        return [*self.entries.values(), *(self.whole[1] if self.whole else ())]
+        return [*self.entries.values(), *(self.whole or {}).values()]
 
     def settle(self, expected: Expected) -> None:
         holder = self.holder
@@ -243,12 +244,10 @@ class DictPlace(Place):
         self.entries = {key: value for key, value in entries.items() if value is not INPUT}
         self.present = {key: dict.__contains__(holder, key) for key in self.present}
         if self.whole is not None:
-            now = items_of(holder)
-            self.whole = [key for key, _ in now], [INPUT if k in self.replaced else expected(holder, k, value) for k, value in now]
+            self.whole = {k: INPUT if k in self.replaced else expected(holder, k, value) for k, value in items_of(holder)}
 
     def entries_read(self) -> list[tuple[Any, Any]]:
-        whole = {} if self.whole is None else dict(zip(*self.whole, strict=True))
-        return [(key, old) for key, old in {**whole, **self.entries}.items() if key not in self.replaced]
+        return [(key, old) for key, old in {**(self.whole or {}), **self.entries}.items() if key not in self.replaced]
 
     def get(self, holder: Any, key: Any) -> Any:
         return dict.get(holder, key, ABSENT)
@@ -279,12 +278,7 @@ class DictPlace(Place):
         if key in self.present:
             self.present[key] = True
         if self.whole is not None:
-            keys, values = self.whole
-            if key in keys:
-                values[keys.index(key)] = value
-            else:
-                keys.append(key)
-                values.append(value)
+            self.whole[key] = value
 
     def difference(self) -> str | None:
         holder = self.holder
@@ -296,11 +290,10 @@ class DictPlace(Place):
             if dict.__contains__(holder, key) is not was_there:
                 return f"{self.title.format(named(key))} {'is missing now' if was_there else 'is there now'}"
         if self.whole is not None:
-            keys, values = self.whole
             now = items_of(holder)
-            if len(keys) != len(now) or not all(is_same(key, old) for (key, _), old in zip(now, keys, strict=True)):
+            if len(self.whole) != len(now) or not all(is_same(key, old) for (key, _), old in zip(now, self.whole, strict=True)):
                 return f"{self.title.partition('{')[0].rstrip('.[')} got or lost entries"
-            for key, (_, new), old in zip(keys, now, values, strict=True):
+            for (key, new), old in zip(now, self.whole.values(), strict=True):
                 if new is not old and not is_same(new, old):
                     return changed(self.name_of(key), old, new)
         return None

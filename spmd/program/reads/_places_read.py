@@ -273,9 +273,8 @@ class PlacesRead:
             return
         place = self._dict(holder, f"{self._title(holder)}[{{!r}}]")
         if place.whole is None:
-            content = self._content_before(holder, lambda: dict(items_of(holder)))
-            place.whole = list(content), list(content.values())
-            place.replaced = [key for key in self.journal.entries_of(holder) if key in content and key not in place.entries]
+            content = place.whole = dict(self._content_before(holder, lambda: dict(items_of(holder))))
+            place.replaced = {key for key in self.journal.entries_of(holder) if key in content and key not in place.entries}
             for key, value in content.items():
                 if key not in place.replaced:
                     self._note_value(value, f"{self._title(holder)}[{shown_key(key)}]")

@@ -25,6 +25,7 @@ from spmd.program.reads._outside import setting_of
 from spmd.program.reads._parts import is_sized
 from spmd.program.reads._places import CDATA, PLAIN, shown_key
 from spmd.program.reads._places_read import PlacesRead, is_simple, resolved
+from spmd.program.reads._plain_numbers import Bytes, plain_number
 from spmd.program.reads._process_settings import SETTINGS, Setting
 from spmd.program.reads._varying import NumbersNeeded, Varying, fixed, fixed_if_varying, with_fixed_keys
 from spmd.program.reads._varying_index import by_lists, may_vary, read_at, written_at
@@ -187,6 +188,8 @@ class PlacesWritten(PlacesRead):
                 return rows[1], self.copies.assigned(holder, key, rows[0])
             key = fixed(key)
         self._write_item(holder, key)
+        if type(holder) is memoryview:
+            return key, Bytes(holder)
         return key, self.copies.assigned(holder, key, elements_of(holder))
 
     def delete_item(self, holder: Any, key: Any) -> tuple[Any, Any]:
@@ -214,10 +217,11 @@ class PlacesWritten(PlacesRead):
 
         Raises:
             NumbersNeeded: it follows from a number that varies. A container would keep the object under the hash of one call.
+            TraceError: only the device knows it.
         """
         if type(number) is Varying:
             raise NumbersNeeded
-        return number
+        return plain_number(number)
 
     def _note_missing(self, holder: Any, key: Any) -> None:
         """Before a look-up that makes an entry of a `defaultdict`."""

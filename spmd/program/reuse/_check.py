@@ -51,7 +51,7 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
     for leaf, leaf_now in zip(old.outputs.leaves, new.outputs.leaves, strict=True):
         if leaf.kind == "host" and leaf.value != leaf_now.value:
             return ["it returns a CPU tensor with other values"]
-        if leaf.kind == "static" and leaf.value != leaf_now.value:
+        if leaf.kind == "static" and leaf.value is not leaf_now.value and leaf.value != leaf_now.value:
             return [f"traced: it returned {leaf.value!r}", f"now:    it returns {leaf_now.value!r}"]
     return None
 

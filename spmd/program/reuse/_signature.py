@@ -215,13 +215,32 @@ def changed_signature(old: Any, new: Any) -> str | None:
         if a == b or VARIES in (a[-1], b[-1]):
             continue
         if len(a) == len(b) == len(_DEVICE_PARTS):
-            parts = [f"{n} changed from {x} to {y}" for n, x, y in zip(_DEVICE_PARTS, a, b, strict=True) if x != y]
+            parts = [_changed_part(n, x, y) for n, x, y in zip(_DEVICE_PARTS, a, b, strict=True) if x != y]
             return f"argument {i}: {'; '.join(parts)}"
         if len(a) != 2 or len(b) != 2:
             return f"argument {i} is of another kind"
         old, new = (part[-1].value if isinstance(part[-1], ByIdentity) else part[-1] for part in (a, b))
         return change_text(f"argument {i}", old, new, (repr(a[-1]), repr(b[-1])))
     return None
+
+
+def _changed_part(name: str, old: Any, new: Any) -> str:
+    """The text for a part of the key of a tensor that differs."""
+    if name == "requires_grad":
+        old, new = (_gradient_text(part, both=old is not False and new is not False) for part in (old, new))
+        if old == new:
+            return "its gradient, or a hook of it, is of another kind"
+    return f"{name} changed from {old} to {new}"
+
+
+def _gradient_text(part: Any, *, both: bool) -> str:
+    """The text for a key's part of `requires_grad` (see `_gradient`). `both`: both tensors require a gradient, and differ in more."""
+    if part is False or not both:
+        return str(part is not False)
+    has_hooks = isinstance(part, tuple) and isinstance(part[-1], tuple)
+    kind = part[0] if has_hooks else part
+    gradient = "without a gradient" if kind is None else f"with a gradient of shape {list(kind[0][0])}"
+    return f"True, {gradient}{' and with hooks' if has_hooks else ''}"
 
 
 def _gradient(value: torch.Tensor) -> Any:

@@ -319,7 +319,7 @@ def _keys_read(captured: Captured) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {}
     for place in captured.guarded.places:
         if isinstance(place, DictPlace):
-            found.setdefault(id(place.holder), []).extend((*place.entries, *place.present, *(place.whole or ((),))[0]))
+            found.setdefault(id(place.holder), []).extend((*place.entries, *place.present, *(place.whole or ())))
         elif isinstance(place, AttributePlace):
             found.setdefault(id(place.holder), []).append(place.name)
     return found

@@ -19,7 +19,7 @@ from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, 
 from spmd.device._uploaded import host_values, note_sent, window
 from spmd.program.find._objects import ITEMS, Flat, contents_of, unflatten
 from spmd.program.find._static import attributes_of
-from spmd.program.reads import ABSENT, PLAIN, Effect, Recording, is_same_content
+from spmd.program.reads import ABSENT, PLAIN, Effect, Recording, is_same_content, shown_key
 from spmd.program.trace._host_arguments import host_argument
 from spmd.program.trace._memory_order import memory_order
 
@@ -85,7 +85,7 @@ class ArgumentContainers:
             staying = set(_staying(before, now)) if isinstance(container, dict) else now
             changed = [key for key, value in now.items() if key not in staying or value is not before[key]]
             for key, value in (*((k, ABSENT) for k in before if k not in staying), *((k, now[k]) for k in changed)):
-                found.append(Effect(path, key, f"an argument[{key!r}]", before.get(key, ABSENT), value, _put))
+                found.append(Effect(path, key, f"an argument[{shown_key(key)}]", before.get(key, ABSENT), value, _put))
         return found
 
     def require_one_way(self, reads: Recording, effects: Sequence[Effect]) -> None:

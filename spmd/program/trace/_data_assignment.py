@@ -52,7 +52,8 @@ class DataAssignments:
         for name, t, count in changed:
             old = self._old[id(t)]
             if (t.shape, t.dtype) != (old.shape, old.dtype):
-                raise _refused(name, f"it was {old.dtype} of shape {tuple(old.shape)}, and becomes {t.dtype} of shape {tuple(t.shape)}")
+                why = f"it was {old.dtype} of shape {tuple(old.shape)}, and becomes {t.dtype} of shape {tuple(t.shape)}"
+                raise _reshaped(name, why) if buffer_of(t) is buffer_of(old) else _refused(name, why)
             if count > 1:
                 raise _refused(name, "another tensor shares its old memory")
             groups.setdefault(buffer_of(t), []).append(t)
@@ -90,6 +91,11 @@ def num_sharing(tensor: torch.Tensor) -> int:
     """The number of tensors on the storage of `tensor`, including itself."""
     storage = tensor.untyped_storage()  # counts as one more user; torch returns the same Python object each time
     return storage_use_count(storage._cdata) - 1
+
+
+def _reshaped(name: str, why: str) -> TraceError:
+    what = f"the compiled function changes the shape of {name} in place, by unsqueeze_, squeeze_, transpose_, t_, resize_ or .data"
+    return TraceError(message(what, why, fix="use a view of it instead: x = x.unsqueeze(0), or change the shape before the call"))
 
 
 def _refused(name: str, why: str) -> TraceError:

@@ -15,12 +15,19 @@ import torch
 
 from spmd.base._convert import exact_dtypes
 from spmd.base._errors import TraceAgain, TraceError, message
-from spmd.base._torch import UninitializedTensorMixin, global_optimizer_pre_hooks, is_functorch_wrapped_tensor, pytree, tensor_str
+from spmd.base._torch import (
+    UninitializedTensorMixin,
+    global_optimizer_post_hooks,
+    global_optimizer_pre_hooks,
+    is_functorch_wrapped_tensor,
+    pytree,
+    tensor_str,
+)
 from spmd.device._storage import buffer_of, is_device_tensor, load
 from spmd.patches._table import replaced
 from spmd.program.find._discover import Reachable, has_device_parameters
 from spmd.program.optim._preparation import made_inside
-from spmd.program.optim._traced_state import OptimizerAsObject
+from spmd.program.optim._traced_state import OptimizerAsObject, drop_state_without_gradient, is_of_torch
 from spmd.program.reads import RunModule
 from spmd.program.trace._trace_settings import TraceSettings
 
@@ -110,21 +117,36 @@ def watching(recorder: TraceRecorder, found: Reachable, debug_nans: bool) -> Gen
         return result
 
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() != thread:
-            return
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise _lbfgs()
-        if not has_device_parameters(optimizer) or any(optimizer is known for known in (*found.optimizers, *found.as_objects)):
-            recorder.note_step(optimizer)
-        else:
-            _require_new_parameters(optimizer, recorder, found)
+        if get_ident() == thread:
+            _begin_step(optimizer, args, kwargs, recorder, found)
+
+    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() == thread and _has_closure(args, kwargs) and is_of_torch(optimizer):
+            drop_state_without_gradient(optimizer, found.prepared)
 
     key: Any = object()  # not a number of `RemovableHandle`: those of the program's hooks are as without a trace
-    global_optimizer_pre_hooks[key] = stepping
+    global_optimizer_pre_hooks[key], global_optimizer_post_hooks[key] = stepping, stepped
     try:
         yield run_module
     finally:
-        del global_optimizer_pre_hooks[key]
+        del global_optimizer_pre_hooks[key], global_optimizer_post_hooks[key]
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, recorder: TraceRecorder, found: Reachable) -> None:
+    """Before an optimizer steps in a trace. See `watching` for what it raises."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _lbfgs()
+    if has_device_parameters(optimizer) and all(optimizer is not known for known in (*found.optimizers, *found.as_objects)):
+        _require_new_parameters(optimizer, recorder, found)
+        return
+    recorder.note_step(optimizer)
+    if not _has_closure(args, kwargs):
+        drop_state_without_gradient(optimizer, found.prepared)
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether these arguments of an optimizer's `step` have a closure, which gives the parameters their gradients within the step."""
+    return any(value is not None for value in (*args[1:], *kwargs.values()))
 
 
 def _require_new_parameters(optimizer: torch.optim.Optimizer, recorder: TraceRecorder, found: Reachable) -> None:

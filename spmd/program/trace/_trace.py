@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed
+from spmd.base._errors import DroppedValueError, TraceAgain, TraceError, line_of, nothing_swallowed, text_of
 from spmd.device._checks import stacked
 from spmd.device._fused_steps import called_directly
 from spmd.device._numbers import needs_value
@@ -285,7 +285,7 @@ class Trace:
 
         No exception is bound to a name: it would keep its frame alive, and the frame the values of the function.
         """
-        text = str(error)
+        text = text_of(error)
         if self.numbers.has_varying and isinstance(error, RecursionError):  # of JSON's encoder, which asks for each number again
             raise NumbersNeeded from error
         if not isinstance(error, (TypeError, IndexError, AttributeError, RuntimeError)):
@@ -296,7 +296,7 @@ class Trace:
             raise CountsNeeded from error
         if isinstance(error, RuntimeError) and not any(words in text for words in _IN_C):  # C++, of a size
             return
-        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode", "symbolic float"))
+        names_number = any(name in text for name in ("SymFloat", "SymBool", "NumberNode", "symbolic float", "Pending"))
         if isinstance(error, AttributeError):  # a method of int or float
             if names_number and recorder.knows_counts():
                 raise CountsNeeded from error
@@ -313,7 +313,7 @@ class Trace:
         if recorder.knows_counts():
             raise CountsNeeded from error
         if names_number:  # Python accepts only its own numbers here
-            raise needs_value("number (index, range, format)", line_of(error)) from error
+            raise needs_value("number or text (index, range, format)", line_of(error)) from error
 
     def _recorder(self, words: Any, arguments: list[Any]) -> TraceRecorder:
         if self.known is not None:
