@@ -24,7 +24,6 @@ from spmd.rules._shard_module import RulesLike
 from spmd.rules._training_layouts import Layouts
 from spmd.sharding._annotate import as_mesh
 
-
 _active: list[Training] = []  # at most one. It lives until `stop()`, also if the program does not keep it.
 
 
@@ -83,8 +82,9 @@ def train_on(
     """Make Accelerate's `prepare` and the Trainer train over `mesh` from now on. Call it before either is created.
 
     A model is laid out by `rules` when it is prepared, a batch of their loaders is split along dim 0, and the operations of this
-    thread run one step at a time (`spmd.lazy`). It lasts until `stop()` of the result, which a program need not keep. To both libraries this is one process, whatever the number of its devices: a loader's
-    batch size and `per_device_train_batch_size` are the size of the global batch, and `num_processes` is 1.
+    thread run one step at a time (`spmd.lazy`). To both libraries this is one process, whatever the number of its devices: a loader's
+    batch size and `per_device_train_batch_size` are the size of the global batch, and `num_processes` is 1. The training lasts until
+    it is stopped; a program need not keep the result.
 
     Args:
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.

@@ -35,7 +35,7 @@ from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._compile_options import compiled
 from spmd.program.xla._executable import Executable, lowered, on_all_devices
-from spmd.program.xla._target import common_mesh, lies_on, mesh_of, platform_of, target_text
+from spmd.program.xla._target import lies_on, platform_of, program_mesh, target_text
 
 _LARGEST_EXACT = 2**53
 
@@ -233,8 +233,8 @@ def recording_mesh(recorded: Recording) -> Mesh | None:
     Raises:
         SpmdError: they are marked over meshes with different devices.
     """
-    marked = common_mesh([*(root.annotation for root in recorded.roots), *recorded.layouts.values()])
-    return marked or next((mesh for mesh in (mesh_of(one.value) for one in recorded.inputs) if mesh is not None), None)
+    marked = [*(root.annotation for root in recorded.roots), *recorded.layouts.values()]
+    return program_mesh(marked, (), [one.value for one in recorded.inputs])
 
 
 def _words(recorded: Recording) -> np.ndarray[Any, Any]:
