@@ -99,6 +99,8 @@ class Recorder(Protocol):
     def laid_out(self, spec: mesh.ShardingSpec) -> None:
         """Record that a value was constrained to the layout `spec`."""
 
+    def only_mesh(self) -> mesh.Mesh | None: ...  # that of all tensors used so far; None if there is none, or several
+
     def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
         """Record that layers ran that must become one loop: the result of each, and the names of its parameters that need a gradient."""
 

@@ -24,6 +24,8 @@ from spmd.rules._shard_module import RulesLike
 from spmd.rules._training_layouts import Layouts
 from spmd.sharding._annotate import as_mesh
 
+_active: list[Training] = []  # at most one. It lives until `stop()`, also if the program does not keep it.
+
 
 class Training:
     """Returned by `train_on`. Leaving it as a context manager calls `stop()`.
@@ -38,6 +40,8 @@ class Training:
         self.lazy = operations
         self._undo = ExitStack()
         with ExitStack() as undo:
+            _active.append(self)
+            undo.callback(_active.remove, self)
             undo.callback(_forget_states)
             replace_all(undo, layouts)
             undo.enter_context(operations)
@@ -79,7 +83,8 @@ def train_on(
 
     A model is laid out by `rules` when it is prepared, a batch of their loaders is split along dim 0, and the operations of this
     thread run one step at a time (`spmd.lazy`). To both libraries this is one process, whatever the number of its devices: a loader's
-    batch size and `per_device_train_batch_size` are the size of the global batch, and `num_processes` is 1.
+    batch size and `per_device_train_batch_size` are the size of the global batch, and `num_processes` is 1. The training lasts until
+    it is stopped; a program need not keep the result.
 
     Args:
         mesh: a `mesh.Mesh`, a `jax.sharding.Mesh` or a torch `DeviceMesh`.
@@ -116,6 +121,9 @@ def _require_room() -> None:
         what = f"Accelerate already has a device: {PartialState().device}"
         why = "an Accelerator, a TrainingArguments or another train_on was created before"
         raise SpmdError(message(what, why, fix="call train_on first; training.stop() ends another training"))
+    if _active:
+        what = f"another train_on is active, over {_active[0].mesh}"
+        raise SpmdError(message(what, fix="keep its result, training = train_on(...), and call training.stop() before the next"))
 
 
 def _forget_states() -> None:

@@ -19,7 +19,7 @@ from spmd.base._jax import is_tracer
 from spmd.base._torch import disable_dynamo, graph_break, is_functorch_wrapped_tensor, torch_at_least
 from spmd.base._wrong_arguments import wrong_argument
 from spmd.device._layout import forget, remember
-from spmd.device._storage import buffer_of, load, recording, store
+from spmd.device._storage import Buffer, buffer_of, load, recording, store
 from spmd.sharding._constraint import constrain
 from spmd.sharding._device_mesh import is_of_devices, mesh_axes
 from spmd.sharding._names import name_of
@@ -77,17 +77,25 @@ def mark_sharding(
             tensor.register_hook(lambda gradient: constrain(gradient, spec, None))
         return become_sharded(tensor)
     if tensor.shape != buffer.shape or not tensor.is_contiguous() or tensor.storage_offset():
-        of_copy = "mark the tensor that it views, or a copy: mark_sharding(t.clone(memory_format=torch.contiguous_format), ...)"
-        of_parameter = "give the parameter a storage of its own first: p.data = p.data.clone(memory_format=torch.contiguous_format)"
-        raise SpmdError(
-            message(
-                f"{name_of(tensor)} is a view into a tensor of shape {buffer.shape}, and only a whole tensor can be laid out",
-                f"the view has shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}",
-                fix=of_parameter if isinstance(tensor, torch.nn.Parameter) else of_copy,
-            )
-        )
+        raise _view_error(tensor, buffer)
     buffer.annotate(spec)
     return become_sharded(tensor)
+
+
+def _view_error(tensor: torch.Tensor, buffer: Buffer) -> SpmdError:
+    """The error for a tensor that is not all of its memory."""
+    of_copy = (
+        "mark the tensor that it views (instead of x.t(), x with the entries in reverse), or a copy, which no longer shares "
+        "its memory: mark_sharding(t.clone(memory_format=torch.contiguous_format), ...)"
+    )
+    of_parameter = "give the parameter a storage of its own first: p.data = p.data.clone(memory_format=torch.contiguous_format)"
+    return SpmdError(
+        message(
+            f"{name_of(tensor)} is a view into a tensor of shape {buffer.shape}, and only a whole tensor can be laid out",
+            f"the view has shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}",
+            fix=of_parameter if isinstance(tensor, torch.nn.Parameter) else of_copy,
+        )
+    )
 
 
 def require_tensor(value: object, taker: str, fix: str) -> None:

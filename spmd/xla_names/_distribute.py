@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Replicate
 
 from mesh import Mesh, PartitionSpec, ShardingSpec, SpecError, entry_axes, split_largest_dim, without_axes
-from spmd.base._errors import SpmdError, message
+from spmd.base._errors import SpmdError, called_at, message
 from spmd.base._wrong_arguments import require_module, require_options, require_parameters
 from spmd.device._layout import annotation_of
-from spmd.device._storage import buffer_of
+from spmd.device._storage import buffer_of, load, recording
 from spmd.rules import batch_over_other_axes
 from spmd.sharding._annotate import as_mesh, checked_spec, mark_sharding, require_tensor
 from spmd.sharding._device_mesh import is_of_devices, mesh_axes, root_of
@@ -183,7 +183,7 @@ def device_mesh_of(t: torch.Tensor) -> Any:
     """A torch `DeviceMesh` of the tensor's mesh: the one it was distributed over, else all of the mesh. It cannot communicate."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    mesh = _spec_of(t).mesh
+    mesh = _mesh_of(t)
     given = vars(t).get(_GIVEN)
     if given is not None and mesh_axes(given).mesh == mesh:
         return given
@@ -204,15 +204,33 @@ def placements_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _spec_of(t: torch.Tensor) -> ShardingSpec:
-    spec = t.sharding_spec if isinstance(t, XLAShardedTensor) else None
-    if spec is None:
+    is_traced = recording.get() is not None  # the value of another call may have another layout, so that of this one does not count
+    spec = t.sharding_spec if isinstance(t, XLAShardedTensor) and not (is_traced and annotation_of(t) is None) else None
+    if spec is not None:
+        return spec
+    if not is_traced:
         raise SpecError(message(f"{name_of(t)} has no sharding and so no placements", fix="mark it first, or pass device_mesh="))
-    return spec
+    what, why = f"the placements of {name_of(t)} are not known", "it is not marked, and the compiler of a function chooses its layout"
+    fix = "choose them, and keep them in a variable: t = t.redistribute(device_mesh, placements)"
+    raise SpecError(message(what, why, *called_at(), fix=fix))
+
+
+def _mesh_of(t: torch.Tensor) -> Mesh:
+    """The mesh of the tensor's layout. An unmarked value in a compiled function has that of the function's tensors."""
+    recorder = recording.get()
+    if recorder is None or annotation_of(t) is not None:
+        return _spec_of(t).mesh
+    load(t)  # it is one of them
+    mesh = recorder.only_mesh()
+    if mesh is None:
+        what, why = f"the mesh of {name_of(t)} is not known", "a compiled function has it from tensors over no mesh, or over several"
+        raise SpecError(message(what, why, *called_at(), fix="t.redistribute(device_mesh, [Replicate()] * device_mesh.ndim)"))
+    return mesh
 
 
 def full_tensor(t: torch.Tensor) -> torch.Tensor:
     """`XLAShardedTensor.full_tensor`: a plain, replicated tensor."""
-    return redistribute(t, _spec_of(t).mesh).as_subclass(torch.Tensor)
+    return redistribute(t, _mesh_of(t)).as_subclass(torch.Tensor)
 
 
 def _laid_out(t: torch.Tensor, mesh: Any, layout: Any) -> XLAShardedTensor:

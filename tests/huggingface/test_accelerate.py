@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import mesh
 import spmd.compat.torch_xla
 import spmd.huggingface
 from spmd.device._storage import buffer_of
+from tests.huggingface.conftest import forget
 from tests.huggingface.scripts import gpt2, on_cpu, texts, training_on
 from tests.later import accelerate, transformers
 from tests.oracle import TOLERANCE, assert_same
@@ -112,6 +115,22 @@ def test_it_is_called_once() -> None:
         accelerate.Accelerator()
         with pytest.raises(spmd.SpmdError, match="Accelerate already has a device: jax"):
             line()
+
+
+def test_it_lasts_until_it_is_stopped() -> None:
+    kept = weakref.ref(line())  # as scripts call it: the result is dropped
+    gc.collect()
+    assert accelerate.Accelerator().device.type == "jax"
+    assert buffer_of(torch.ones(2, device="jax") + 1).value is None  # it waits
+    training = kept()
+    assert training is not None
+    forget()
+    with pytest.raises(spmd.SpmdError, match=r"another train_on is active, over Mesh\(data=8\)\n  fix: keep its result"):
+        line()
+    training.stop()
+    del training
+    assert kept() is None
+    assert accelerate.Accelerator().device.type == "cpu"
 
 
 def test_an_axis_that_the_mesh_lacks_is_named_and_nothing_is_replaced() -> None:

@@ -238,6 +238,15 @@ def test_random_numbers_of_the_host_are_refused_and_put_back(name: str) -> None:
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
+def test_the_seed_of_a_loader_that_a_step_iterates_is_named() -> None:
+    loader = torch.utils.data.DataLoader(torch.arange(8.0).to("jax"), batch_size=4)
+    batches = list(loader)
+    step = spmd.compile(lambda batches: sum(batch.sum() for batch in batches))
+    with pytest.raises(spmd.TraceError, match=r"DataLoader draws too: a seed(?s:.*)loop over batches = list\(loader\)"):
+        spmd.compile(lambda: sum(batch.sum() for batch in loader))()
+    assert step(batches).item() == 28.0
+
+
 GENERATORS: dict[str, tuple[Any, Any, str]] = {
     "torch, from the step": (None, lambda _: torch.Generator().manual_seed(3).initial_seed(), "a Generator was seeded or drawn from"),
     "torch": (torch.Generator(), lambda g: torch.rand(2, generator=g), "a Generator was seeded or drawn from"),

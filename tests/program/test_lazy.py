@@ -426,6 +426,32 @@ def test_what_cannot_be_compiled_runs_one_by_one(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.multidevice(num=8)
+def test_a_result_on_a_mesh_meets_a_value_on_one_device(mesh_4x2: mesh.Mesh) -> None:
+    def averages(device: str) -> list[float]:
+        weight = ramp(8, 8).to(device)
+        if device == "jax":
+            weight = spmd.mark_sharding(weight, mesh_4x2, ("data", "model"))
+        average, found = None, []
+        for i in range(6):
+            loss = (weight * i).sum()
+            spmd.sync()
+            average = loss.clone() if average is None else average * 0.5 + loss * 0.25
+            spmd.sync()
+            found.append(average.item())
+            average = average.cpu() if i % 2 else average
+        one, other = torch.ones((), device=device), weight.sum()
+        for x, y in ((one, one), (one, other), (other, one), (other, other)):
+            result = x * 0.5 - y
+            spmd.sync()
+            found.append(result.item())
+        return found
+
+    expected = averages("cpu")
+    with spmd.lazy(max_retraces=20):
+        assert averages("jax") == expected
+
+
+@pytest.mark.multidevice(num=8)
 def test_a_sharded_step_is_the_compiled_one(mesh_4x2: mesh.Mesh) -> None:
     def made() -> tuple[nn.Sequential, torch.optim.Optimizer, torch.Tensor]:
         torch.manual_seed(0)

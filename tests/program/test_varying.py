@@ -264,6 +264,53 @@ def test_the_length_of_a_list_that_grows_is_a_number_that_varies(name: str, kind
         assert step.num_traces == num_traces
 
 
+def kept_short(log: Any, x: torch.Tensor) -> Any:
+    log.append(x.sum().item())
+    if len(log) > 4:
+        log.pop(0)
+    return x + sum(log[-3:])
+
+
+WINDOWS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {  # of a list that grows, and for how many traces
+    "after": (lambda log, x: (log.append(x.sum().item()), x + sum(log[-3:]) / 3)[1], 4),
+    "before": (lambda log, x: (x + sum(log[-3:]), log.append(x.sum().item()))[0], 5),
+    "without the last": (lambda log, x: (log.append(x.sum().item()), x + log[-1] - sum(log[-3:-1]))[1], 4),
+    "tensors": (lambda log, x: (log.append(x.sum()), torch.stack(log[-2:]).mean())[1], 3),
+    "first items": (lambda log, x: (log.append(x.sum().item()), x + sum(log[:2]))[1], 3),
+    "of a list that is kept short": (kept_short, 6),
+    "from both ends": (lambda log, x: (log.append(x.sum().item()), x + sum(log[:1]) + sum(log[-1:]))[1], 2),
+    "all but some": (lambda log, x: (log.append(x.sum().item()), x + sum(log[1:]) + sum(log[:-1]))[1], 10),
+}
+
+
+@pytest.mark.filterwarnings("ignore:step was traced again")
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_of_a_list_that_grows_reads_its_items_alone(name: str) -> None:
+    body, num_traces = WINDOWS[name]
+    ours, torchs = [], []
+
+    def step(x: torch.Tensor) -> Any:
+        return body(ours, x)
+
+    compiled = spmd.compile(step)
+    for i in range(10):
+        x = torch.full((2,), i + 1.0)
+        torch.testing.assert_close(compiled(x.to("jax")).cpu(), body(torchs, x))
+        assert [float(a) for a in ours] == [float(a) for a in torchs]
+    assert compiled.num_traces == num_traces
+
+
+def test_an_item_that_varied_as_the_last_is_another_one_when_the_list_has_grown() -> None:
+    held, x = [1.0], torch.zeros(1, device="jax")
+    step = spmd.compile(lambda x, is_first: x + (held[0] if is_first else held[-1]))
+    found = [step(x, False).item()]
+    held[0] = 2.0
+    found += [step(x, False).item(), step(x, True).item()]
+    held.append(5.0)
+    found += [step(x, True).item(), step(x, False).item()]
+    assert found == [1.0, 2.0, 2.0, 2.0, 5.0]
+
+
 def by_milestones(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6])
 

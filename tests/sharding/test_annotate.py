@@ -235,7 +235,7 @@ def test_a_wrong_spec_is_refused_with_the_parameters_name_before_the_move_too(de
 def test_a_view_is_refused(view: Any, mesh_4x2: mesh.Mesh) -> None:
     taken = view(batch(8, 16).to("jax"))
     text = marking_fails(taken, mesh_4x2, (None,) * taken.dim(), spmd.SpmdError)
-    assert "is a view into a tensor of shape (8, 16)" in text and "or a copy: mark_sharding(" in text
+    assert "is a view into a tensor of shape (8, 16)" in text and "or a copy, which no longer shares its memory: mark_sharding(" in text
     parameter = torch.nn.Parameter(taken)
     assert "p.data = p.data.clone(memory_format=torch.contiguous_format)" in marking_fails(
         parameter, mesh_4x2, (None,) * taken.dim(), spmd.SpmdError

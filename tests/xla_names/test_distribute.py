@@ -61,6 +61,39 @@ def test_a_redistribution_is_part_of_a_program() -> None:
         assert set(step.collectives().counts()) == {"all-to-all"}
 
 
+def test_a_computed_value_is_whole_and_redistributed_in_a_program() -> None:
+    x = spmd.mark_sharding(batch(8, 16).to("jax").requires_grad_(), grid(), ("data", "model"))
+    unmarked = x.detach() * 1
+
+    def forms(x: Any) -> Any:
+        y = x.mT @ x + 1
+        assert unmarked.full_tensor().shape == (8, 16)
+        (gradient,) = torch.autograd.grad(y.full_tensor().square().sum(), x)
+        other = (y * 2).redistribute(placements=[Replicate(), Shard(1)])
+        return y.full_tensor(), gradient, other, y.to_local(), y.device_mesh.mesh_dim_names, unmarked.full_tensor()
+
+    eager, compiled = forms(x), spmd.compile(forms)(x)
+    for made in (eager, compiled):
+        assert [type(t) for t in made[:3]] == [torch.Tensor, spmd.XLAShardedTensor, spmd.XLAShardedTensor]
+        assert made[2].placements == (Replicate(), Shard(1)) and made[4] == ("data", "model")
+    host = batch(8, 16).requires_grad_()
+    y = host.mT @ host + 1
+    wanted = [y.detach(), torch.autograd.grad(y.square().sum(), host)[0], (y * 2).detach(), y.detach(), host.detach()]
+    assert_same([t.detach() for t in (*compiled[:4], compiled[5])], wanted)
+
+
+def test_placements_that_a_program_cannot_know_are_refused() -> None:
+    x = spmd.mark_sharding(batch(8, 16).to("jax"), grid(), ("data", "model"))
+    other, unmarked = spmd.mark_sharding(batch(8, 16).to("jax"), line(), (None, "data")), x * 1
+    for read in (lambda x: (x + 1).placements, lambda x: unmarked.placements):
+        with pytest.raises(
+            mesh.SpecError, match=r"are not known\n  it is not marked(?s:.*)called at (?s:.*)fix: choose them, and keep them"
+        ):
+            spmd.compile(read)(x)
+    with pytest.raises(mesh.SpecError, match=r"over no mesh, or over several(?s:.*)fix: t.redistribute\(device_mesh, \[Replicate"):
+        spmd.compile(lambda x: (x + other).full_tensor())(x)
+
+
 def test_a_device_mesh_of_torch_describes_the_tensor() -> None:
     x = spmd.mark_sharding(batch(8, 16).to("jax"), grid(), ("data", "model"))
     found = x.device_mesh

@@ -16,7 +16,7 @@ from spmd.base._convert import exact_dtypes
 from spmd.base._errors import ShardError, message
 from spmd.compat.torch_xla import _debug_metrics, _preemption_sync, _spmd, _step_ends, _tensor_views
 from spmd.device._storage import Buffer, buffer_of
-from spmd.program.lazy._region import Region, mesh_of
+from spmd.program.lazy._region import Region, recording_mesh
 from spmd.program.xla._target import platform_of
 from spmd.xla_names._functional import annotate_custom_sharding
 from spmd.xla_names._sharding_spec import ShardingSpec
@@ -68,7 +68,7 @@ def _pending_text(buffers: Sequence[Buffer]) -> str | None:
     kind = Region if check_env_flag("XLA_DUMP_POST_OPTIMIZATIONS") else _Shown
     try:
         with exact_dtypes():
-            return kind(recorded, waiting, frozenset(), platform_of(mesh_of(recorded))).hlo()
+            return kind(recorded, waiting, frozenset(), platform_of(recording_mesh(recorded))).hlo()
     except _LoweredText as text:
         return str(text)
 

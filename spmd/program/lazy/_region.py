@@ -35,7 +35,7 @@ from spmd.program.trace._buffer_use import TraceRecorder
 from spmd.program.xla._channels_last import has_convolution, run_channels_last
 from spmd.program.xla._compile_options import compiled
 from spmd.program.xla._executable import Executable, lowered, on_all_devices
-from spmd.program.xla._target import common_mesh, lies_on, platform_of, target_text
+from spmd.program.xla._target import lies_on, platform_of, program_mesh, target_text
 
 _LARGEST_EXACT = 2**53
 
@@ -67,7 +67,7 @@ class Region(Executable):
         self.varying = sorted(i for i in varying if abs(recorded.numbers[i]) <= _LARGEST_EXACT)
         is_varying = set(self.varying)
         self.literals = [(i, exactly(n)) for i, n in enumerate(recorded.numbers) if i not in is_varying]
-        self.mesh = mesh_of(recorded)
+        self.mesh = recording_mesh(recorded)
         self.platform = platform_of(self.mesh) if self.mesh is not None else platform
         self.replicated = None if self.mesh is None else NamedSharding(self.mesh.to_jax(), PartitionSpec())
         self.checks: list[Check] = []
@@ -227,13 +227,14 @@ class Region(Executable):
         return results[: len(self.outputs)]
 
 
-def mesh_of(recorded: Recording) -> Mesh | None:
-    """The mesh that the buffers of a recording are marked over; None if none is marked.
+def recording_mesh(recorded: Recording) -> Mesh | None:
+    """The mesh that the buffers of a recording are marked over; otherwise the mesh of an array, the result of another program, or None.
 
     Raises:
         SpmdError: they are marked over meshes with different devices.
     """
-    return common_mesh([*(root.annotation for root in recorded.roots), *recorded.layouts.values()])
+    marked = [*(root.annotation for root in recorded.roots), *recorded.layouts.values()]
+    return program_mesh(marked, (), [one.value for one in recorded.inputs])
 
 
 def _words(recorded: Recording) -> np.ndarray[Any, Any]:
@@ -260,4 +261,4 @@ def bind(replay: Replay, shown: Any, result: Any, first: int) -> None:
             bind(replay, one, part, first)
 
 
-__all__ = ["Region", "bind", "mesh_of"]
+__all__ = ["Region", "bind", "recording_mesh"]

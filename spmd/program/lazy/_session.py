@@ -38,7 +38,7 @@ from spmd.program.lazy._effect import Effects
 from spmd.program.lazy._node import Node, difference
 from spmd.program.lazy._one_by_one import run_one_by_one
 from spmd.program.lazy._recording import Recording
-from spmd.program.lazy._region import Region, mesh_of
+from spmd.program.lazy._region import Region, recording_mesh
 from spmd.program.lazy._replay import tensor_over
 from spmd.program.reuse._program_cache import FORGET_EVERY
 from spmd.program.reuse._retrace_log import log_retrace
@@ -222,7 +222,7 @@ class Lazy:
                 varying |= set(other.varying)
                 varying |= {i for i, value in other.literals if exactly(recorded.numbers[i]) != value}
             with compiling():
-                region = Region(recorded, sorted(alive), frozenset(varying), platform_of(mesh_of(recorded)))
+                region = Region(recorded, sorted(alive), frozenset(varying), platform_of(recording_mesh(recorded)))
             _counters.count("step_programs_made")
             _counters.count("aliased_buffers", len(region.donated))
             self._note_program(region)

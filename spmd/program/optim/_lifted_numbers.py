@@ -122,6 +122,10 @@ class LiftedNumbers:
             return INPUT
         return with_inputs(value, self._paths.get((id(holder), key), ()))
 
+    def has_input(self, holder: Any, key: Any) -> bool:
+        """Whether the entry `holder[key]`, or a part of it, is an input that varies."""
+        return (id(holder), key) in self._paths
+
     @property
     def computed(self) -> list[Callable[[], Any]]:
         """The functions that compute the sections after the settings: numbers that vary, and numbers computed from settings."""
@@ -208,9 +212,9 @@ class LiftedNumbers:
             else:
                 group[key] = (*group[key][:position], number, *group[key][position + 1 :])
         self._used.start(on_branch, lambda i: vector[len(self.slots) + i])
-        kept_varying = [(place.entry, place.entry.look()) for place in self.varying]
-        for place in self.varying:
-            number = Varying(self._used, _Today(place.read, place.read(), self._used), issubclass(place.kind, np.generic))
+        kept_varying = [(place.entry, place.entry.look(), place.read()) for place in self.varying]
+        for place, (_, _, value) in zip(self.varying, kept_varying, strict=True):  # items[0] and items[-1] may be one item
+            number = Varying(self._used, _Today(place.read, value, self._used), issubclass(place.kind, np.generic))
             if place.entry.key is LENGTH:
                 self.lengths[place.slot[0]] = number
             else:
@@ -224,8 +228,8 @@ class LiftedNumbers:
         finally:
             for group, key, value in kept:
                 group[key] = value
-            for entry, value in kept_varying:
-                entry.put(value)
+            for entry, whole, _ in kept_varying:
+                entry.put(whole)
             self.lengths.clear()
             self._used.stop()
             self._may_change_unseen = True  # the trace may have added numbers that are computed from settings

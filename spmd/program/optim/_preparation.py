@@ -18,7 +18,6 @@ import torch
 from torch.optim.radam import radam
 from torch.optim.rprop import rprop
 
-from mesh import ShardingSpec
 from spmd.base._convert import exact_dtypes, to_numpy_dtype
 from spmd.base._errors import TraceAgain, TraceError, message
 from spmd.base._jax import eval_jaxpr, is_same_value
@@ -28,6 +27,7 @@ from spmd.device._arrays import padded, stored_shape
 from spmd.device._copy import from_host
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, is_whole, recording, wrap, wrap_stored, wrap_unset
 from spmd.patches._table import replaced
+from spmd.program.optim._initial_state_recorder import InitialStateRecorder, StateComplete
 from spmd.program.optim._state_rules import sharding_of_state
 from spmd.program.optim._traced_state import is_of_torch
 from spmd.program.reads import LateWritesNeeded, recorded
@@ -233,102 +233,6 @@ def equal_counters(optimizers: list[torch.optim.Optimizer], *, are_shared: bool)
     return keys if are_shared else {}
 
 
-class _StateComplete(Exception):
-    """Ends the trace of a first step as soon as every parameter has its state."""
-
-
-class _InitialStateRecorder:
-    """Recorder of the trace of an optimizer's first step. It records the first value of each new buffer.
-
-    torch's own optimizers create the state of a group before they use it. So their trace ends at the first write after all parameters
-    have state.
-
-    Attributes:
-        first: for each buffer that the step created, its first value; None while it was created on the host and not read.
-        before: value and host value of each older buffer that was written.
-        existing, seen: ids of the arrays that were read from older buffers, and these buffers.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
-        self.first: dict[Buffer, Any] = {}
-        self.before: dict[Buffer, tuple[Any, Any]] = {}
-        self.existing, self.seen = set[int](), set[Buffer]()
-        self.words: Any = None
-        self.scalars: dict[Any, Any] = {}
-        self.finite: list[tuple[str, Any]] = []
-        self.platform = self.reduce_dtype = self.axes = None
-        self.takes_checks = True
-        self._state = optimizer.state
-        self._waiting_for = missing if is_of_torch(optimizer) else []
-
-    def born(self, buffer: Buffer) -> None:
-        self.first[buffer] = buffer.value
-
-    def read(self, buffer: Buffer) -> None:
-        buffer.reads.clear()
-        if buffer not in self.first:
-            self.seen.add(buffer)
-            self.existing.add(id(buffer.value))
-        elif self.first[buffer] is None:  # created on the host
-            self.first[buffer] = buffer.value
-
-    def will_write(self, buffer: Buffer) -> None:
-        if self._waiting_for and all(self._state.get(p) for p in self._waiting_for):
-            raise _StateComplete
-        if buffer not in self.first:
-            self.before.setdefault(buffer, (buffer.value, buffer.host))
-
-    def put_back(self) -> None:
-        """Restore the values of all older buffers, and forget what was read of them: windows and values without padding are tracers."""
-        for buffer, (value, host) in self.before.items():
-            buffer.value, buffer.host = value, host
-        for buffer in (*self.before, *self.seen):
-            buffer.reads.clear()
-
-    def is_copy_of(self, base: Buffer, copy: Buffer, why: type[TraceAgain]) -> None:
-        raise why()
-
-    def is_current(self, copy: Buffer) -> None:
-        """Nothing: there is none."""
-
-    def laid_out(self, spec: ShardingSpec) -> None:
-        """Nothing: the trace of the whole function records it."""
-
-    def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
-        """Nothing: the trace of the whole function records it."""
-
-    def reduce_in(self, dtype: Any) -> None:
-        """Nothing: the gradients are inputs of this trace."""
-
-    def is_state(self, array: Any) -> bool:
-        """True: the gradients are placeholders, so no value in this trace is known."""
-        return True
-
-    def is_counter(self, array: Any) -> bool:
-        return False
-
-    def known_value(self, value: Any) -> None:
-        return None
-
-    known_number = known_count = side_of = known_value
-
-    def each_call(self, tensor: torch.Tensor, look: Any) -> bool:
-        return False  # this trace has no arguments
-
-    def makes_host_copy(self) -> bool:
-        return False
-
-    def host_read(self, tensor: torch.Tensor) -> None:
-        return None
-
-    def expect(self, flag: Any, check: Any) -> bool:
-        """True, without a check: values are not known in this trace."""
-        return True
-
-    def random_state(self) -> tuple[Any, int]:
-        raise TraceError("the optimizer draws random numbers while it creates its state")
-
-
 def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.Tensor]) -> None:
     """Trace one `optimizer.step()` separately, and store the first value of each state tensor that it creates.
 
@@ -337,7 +241,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
     gradients and with the first values as its state. If the second trace differs from the first one in any operation, no state is
     created, and the first traced step of the function creates it.
     """
-    births = _InitialStateRecorder(optimizer, missing)
+    births = InitialStateRecorder(optimizer, missing if is_of_torch(optimizer) else [])
     made: list[tuple[torch.Tensor, str, torch.Tensor]] = []
     others = [p for group in optimizer.param_groups for p in group["params"] if all(p is not m for m in missing)]
     waiting = [b for b in dict.fromkeys(map(buffer_of, (*missing, *others))) if b.value is None and b.host is not None]
@@ -350,7 +254,7 @@ def _trace_initial_state(optimizer: torch.optim.Optimizer, missing: list[torch.T
             p.grad = None
         for p, grad in zip(missing, grads, strict=True):
             p.grad = wrap(grad)
-        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(_StateComplete):
+        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), traceable([optimizer]), suppress(StateComplete):
             _separate_step(optimizer)
 
     def first_step(values: list[Any], grads: list[Any]) -> list[Any]:
@@ -411,7 +315,7 @@ def _separate_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _restored(
-    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: _InitialStateRecorder, made: list[Any]
+    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], births: InitialStateRecorder, made: list[Any]
 ) -> Generator[None]:
     """Context for the trace of a first step. It restores flags, gradients, memory and values, and all state except that in `made`."""
     groups = optimizer.param_groups

@@ -6,7 +6,7 @@ import collections
 import gc
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class PlacesRead:
         asked: objects whose identity the function depends on, by id.
         compared: pairs of objects that were compared by identity.
         lengths: the lengths of lists that are inputs, by id of the list.
+        has_input: whether an entry (holder, key) has a number that is an input.
         given: the caller's objects, by id of the copy that the trace has as an argument.
     """
 
@@ -77,6 +78,7 @@ class PlacesRead:
         self._searched: dict[bool, dict[int, Any]] = {}  # members of sets that were searched with tensors and without, by id
         self.compared: list[tuple[Any, Any]] = []
         self.lengths: Mapping[int, Varying] = {}
+        self.has_input: Callable[[Any, Any], bool] = lambda holder, key: False
         self.given: Mapping[int, Any] = {}
         self._arguments: list[Any] = []
         self._classes: dict[type, list[dict[str, Any]]] = {}
@@ -307,28 +309,6 @@ class PlacesRead:
             if number is not None:
                 return number + (now - before) if now != before else number
         return now
-
-    def _item(self, holder: Any, index: int) -> None:
-        content = holder
-        if self.journal.is_written(holder):
-            content = self._content_before(holder, lambda: holder)
-            num_added = len(holder) - len(content)
-            if index >= 0 or num_added < 0 or any(a is not b for a, b in zip(content, holder, strict=False)):
-                self._whole_list(holder)
-                return
-            index += num_added
-            if index >= 0:  # one that the trace has added
-                return
-        place = self._list(holder)
-        if place.whole is not None:
-            return
-        if any((index < 0) != (other < 0) for other in place.items):  # items[-1] may be items[0]: that depends on the length
-            self._whole_list(holder)
-        elif index not in place.items and -len(content) <= index < len(content):
-            value = place.items[index] = content[index]
-            self._note_value(value, f"{self._title(holder)}[{index}]")
-        elif not -len(content) <= index < len(content):
-            self._whole_list(holder)
 
     def _content_before(self, holder: Any, now: Any) -> Any:
         before = self.journal.before(holder)

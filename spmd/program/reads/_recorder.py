@@ -33,6 +33,7 @@ from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, SIGNALS, has_hidd
 from spmd.program.reads._hooks import QUIET
 from spmd.program.reads._imports import note_import
 from spmd.program.reads._in_place import in_place
+from spmd.program.reads._item_reads import read_item
 from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._late_writes import with_late_writes
 from spmd.program.reads._library import is_library_property, is_recorded
@@ -46,7 +47,7 @@ from spmd.program.reads._pending import operand
 from spmd.program.reads._pending_outputs import with_outputs
 from spmd.program.reads._pending_texts import texts_needed
 from spmd.program.reads._places import CDATA, Expected, Place
-from spmd.program.reads._places_read import PROXIES, VIEWS, is_simple, referent, resolved
+from spmd.program.reads._places_read import PROXIES, VIEWS, referent, resolved
 from spmd.program.reads._places_written import MEMOS, WITH_PARTS, PlacesWritten, is_kept_in_c
 from spmd.program.reads._pointed_memory import note_field
 from spmd.program.reads._process_settings import SETTINGS, question_of_content, questions_of_text
@@ -198,25 +199,7 @@ class Recording(PlacesWritten):
         self._read_item(holder, key)
         return key, holder
 
-    def _read_item(self, holder: Any, key: Any) -> None:
-        cls = type(holder)
-        if cls in QUIET or isinstance(holder, torch.Tensor):
-            self.operate(holder, key)
-            return
-        if self._is_ignored(holder):
-            return
-        if isinstance(holder, dict) and is_simple(key):
-            if cls.__getitem__ is dict.__getitem__ or not is_recorded(cls.__module__):
-                self._entry(holder, key, holder, "[")
-                self._note_missing(holder, key)
-        elif isinstance(holder, (list, collections.deque)) and type(key) in (int, bool):
-            if cls.__getitem__ in (list.__getitem__, collections.deque.__getitem__):
-                self._item(holder, key)
-        elif isinstance(holder, types.MappingProxyType):
-            self._read_item(self._proxied_dict(holder), key)
-        else:
-            self.read_content(holder)
-            self._note_missing(holder, key)
+    _read_item = read_item
 
     def contains(self, item: Any, holder: Any) -> Any:
         """Before `item in holder`. Returns the item to use instead."""

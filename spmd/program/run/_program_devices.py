@@ -34,7 +34,7 @@ class ProgramDevices:
     @staticmethod
     def of(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> ProgramDevices:
         """The devices of a program that uses `buffers` and constrains values to `layouts` (see `program_mesh`)."""
-        mesh = program_mesh(buffers, layouts)
+        mesh = program_mesh([b.annotation for b in buffers], layouts, [b.value for b in buffers])
         return ProgramDevices(mesh, platform_of(mesh))
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mesh import ShardingSpec
+from mesh import Mesh, ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.base._jax import variable_of
 from spmd.device._checks import Check
@@ -21,6 +21,7 @@ from spmd.program.reads._library import is_recorded
 from spmd.program.trace._device_branches import DeviceBranches
 from spmd.program.trace._known_inputs import KnownInputs
 from spmd.program.trace._layer_runs import LayerRun, layer_runs
+from spmd.program.xla._target import only_mesh
 
 DROPPED_VALUE = (
     "this tensor was made inside a compiled function and its value was not kept\n"
@@ -151,6 +152,9 @@ class TraceRecorder:
 
     def laid_out(self, spec: ShardingSpec) -> None:
         self.layouts[spec] = None
+
+    def only_mesh(self) -> Mesh | None:
+        return only_mesh([*(buffer.annotation for buffer in self.touched), *self.layouts], [value for value, _ in self.touched.values()])
 
     def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
         self.layers.extend(layer_runs(results, trained, lambda t: variable_of(buffer_of(t).value)))

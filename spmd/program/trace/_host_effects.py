@@ -63,12 +63,15 @@ def no_host_random(settings: TraceSettings | None = None) -> Generator[None]:
         if is_unclear and not failed:
             raise NumbersDrawn(Drawn(earlier.num_traces + 1, earlier.states))
         if drawn and not failed:
+            may_be_loader = drawn == [_OF_TORCH]
+            fix = "draw on the device, torch.rand(..., device='jax'), or draw before the call and pass them as an argument"
             raise TraceError(
                 message(
                     f"the compiled function draws random numbers on the host, from {drawn[0]}",
                     "every call would use the same numbers",
+                    *(["`for batch in loader` of a DataLoader draws too: a seed for each iteration"] if may_be_loader else []),
                     *([f"or another thread does, one of: {', '.join(sorted(others))}"] if others else []),
-                    fix="draw on the device, torch.rand(..., device='jax'), or draw before the call and pass them as an argument",
+                    fix=f"{fix}; loop over batches = list(loader) that were made before it" if may_be_loader else fix,
                 )
             )
 
@@ -127,12 +130,14 @@ def _is_written(tensor: torch.Tensor, version: int | None, copy: torch.Tensor | 
 
 _SMALL = 64
 _MAX_DRAWN = 3  # traces during which numbers are drawn before a function counts as the one that draws them
-_GENERATORS = ("Python's random", "numpy.random", "torch's CPU generator")
+_DRAW_NONE = (PROGRESS, "tqdm_monitor")  # threads that draw no random numbers
+_OF_TORCH = "torch's CPU generator"
+_GENERATORS = ("Python's random", "numpy.random", _OF_TORCH)
 
 
 def _other_threads() -> set[str]:
     """The names of the threads that may draw random numbers now, but for this one."""
-    return {thread.name for thread in threading.enumerate() if thread is not threading.current_thread() and thread.name != PROGRESS}
+    return {thread.name for thread in threading.enumerate() if thread is not threading.current_thread() and thread.name not in _DRAW_NONE}
 
 
 def _random_states() -> tuple[Any, Any, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mesh import ShardingSpec
+from mesh import Mesh, ShardingSpec
 from spmd.base._errors import TraceAgain
 from spmd.device._checks import Check
 from spmd.device._indices import BeforeCall
@@ -107,6 +107,9 @@ class Part:
 
     def laid_out(self, spec: ShardingSpec) -> None:
         self.outer.laid_out(spec)
+
+    def only_mesh(self) -> Mesh | None:
+        return self.outer.only_mesh()
 
     def ran_layers(self, results: Sequence[Any], trained: Sequence[frozenset[str]]) -> None:
         """No record: a part is traced once for all its iterations, and loops in it stay as they are."""

@@ -264,6 +264,7 @@ class Trace:
         settings, journal = self.settings, reads.journal
         reads.run_module, reads.note_gradient, reads.met = run_module, self.torch_state.gradients.note_read, self.recorder.met
         reads.lengths, reads.given = self.numbers.lengths, self.arguments.containers.originals
+        reads.has_input = self.numbers.has_input
         reads.fixes_indices, reads.has_constant_texts, reads.has_own_context, reads.late.takes_all, *sets = settings.of_reads
         reads.imported, reads.no_choices = sets
         reads.late.is_stacked, reads.late.known = self.arguments.is_stacked, frozenset(id(t) for _, t in self.found.cpu_tensors())

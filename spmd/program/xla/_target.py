@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -40,22 +40,29 @@ def common_mesh(annotations: Iterable[ShardingSpec | None]) -> Mesh | None:
     return found
 
 
-def program_mesh(buffers: Sequence[Buffer], layouts: Iterable[ShardingSpec]) -> Mesh | None:
+def program_mesh(annotations: Iterable[ShardingSpec | None], layouts: Iterable[ShardingSpec], values: Iterable[Any]) -> Mesh | None:
     """The mesh of a program, or None for one device.
 
-    It is the mesh that the buffers are marked over; otherwise the mesh of a layout; otherwise the mesh of an array in an unmarked buffer,
+    It is the mesh that its buffers are marked over; otherwise the mesh of a layout; otherwise the mesh of an array in an unmarked buffer,
     which is the result of another program.
 
     Args:
-        buffers: the buffers that the program uses.
+        annotations: the layouts that its buffers are marked with.
         layouts: layouts to which it constrains values.
+        values: the arrays in its buffers.
 
     Raises:
         SpmdError: the buffers are marked over meshes with different devices.
     """
-    marked = common_mesh(b.annotation for b in buffers)
-    others = (*(spec.mesh for spec in layouts), *map(mesh_of, (b.value for b in buffers)))
+    marked = common_mesh(annotations)
+    others = (*(spec.mesh for spec in layouts), *map(mesh_of, values))
     return marked or next((mesh for mesh in others if mesh is not None), None)
+
+
+def only_mesh(annotations: Iterable[ShardingSpec | None], values: Iterable[Any]) -> Mesh | None:
+    """The mesh of all layouts, or without a layout that of all arrays; None if there is none, or several."""
+    found = {spec.mesh for spec in annotations if spec is not None} or {mesh for mesh in map(mesh_of, values) if mesh is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def mesh_of(value: Any) -> Mesh | None:
