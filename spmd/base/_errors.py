@@ -64,7 +64,7 @@
         +-- SideNeeded                                 ... with the side of a branch that the device decides
         +-- OtherSides                                 ... with other sides of such branches
     Exception                                          internal: always caught by this package
-    +-- _StateComplete                                 an optimizer has all its state
+    +-- StateComplete                                  an optimizer has all its state
     +-- NotTaken                                       no pending value can keep an argument until a call ends
     +-- NotALoop                                       repeated equations cannot become one loop
     +-- NotDeferrable                                  an operation cannot be deferred to the end of its step

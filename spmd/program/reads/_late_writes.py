@@ -122,10 +122,11 @@ class LateWrites:
             TraceError: no call can do it when it ends.
         """
         title = recording._title(holder)
+        if title == type(holder).__name__:  # one without a name
+            title = f"{'an array' if isinstance(holder, np.ndarray) else 'a CPU tensor'} of shape {tuple(holder.shape)}"
         if recording.journal.is_in_part or self.is_stacked:
             where = "with steps_per_call" if self.is_stacked else "in the body of a branch or loop, or in a micro-batch"
             raise _refused(f"writes to {title}, which is on the CPU, {where}", "a call does such a write once, when it ends")
-
         given = tuple(_Itself if value is holder else value for value in given)
         for value in (*given, *options.values()):
             recording.read_deep(value)
