@@ -50,10 +50,15 @@ def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: 
 
 
 def _keep_hooks(before: torch.Tensor, parameter: Any) -> None:
-    """Let a parameter run the hooks that it had before the move. PyTorch keeps them in C++, with the value, and what they are as an attribute.
+    """Let a parameter run the hooks that it had before a move to the device or back.
 
-    They remain the same dicts, so the handles of `register_hook` still remove them.
+    PyTorch stores them as an attribute of the object, and once more with the value in C++, which is another one now. They stay the same
+    dicts, so the handles of `register_hook` still remove them. Where PyTorch replaces the parameter by a new one, that has none.
     """
+    if parameter is not before:
+        ends = (before.device.type, parameter.device.type)
+        if "jax" not in ends or torch.__future__.get_overwrite_module_params_on_conversion():
+            return
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(before, name)
         if hooks is not None:
