@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -329,7 +330,7 @@ def _of_array(describe: Descriptions, value: Any) -> Any:
 
 def _of_jax_array(describe: Descriptions, value: jax.Array) -> Any:
     """Its values cannot change, so no place guards them."""
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) or not value.is_fully_addressable or value.nbytes > _LARGEST:
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended) or not value.is_fully_addressable or value.nbytes > _LARGEST:
         raise NotStorable(
             f"an array of jax, {value.dtype}{list(value.shape)}, of random keys, of other processes or too large to be compared"
         )
