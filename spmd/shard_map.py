@@ -32,6 +32,7 @@ from spmd.device._partitioner import PartitionedJit
 from spmd.device._storage import Buffer, buffer_of, is_device_tensor, load, recording, wrap
 from spmd.device._with_graph import with_graph_of
 from spmd.program.trace._part import Part
+from spmd.program.xla._jaxpr import constants_within
 from spmd.sharding._annotate import as_mesh
 from spmd.sharding._tensor import become_sharded
 
@@ -219,7 +220,7 @@ class _Run:
             return self.fn(*values)
         with without_jax_note():
             closed = jax.make_jaxpr(self.fn)(*values)
-        key = str(closed.jaxpr)
+        key = str(closed.jaxpr), *map(id, constants_within(closed.jaxpr))  # `compiled` keeps these alive
         compiled = self.compiled.get(key)
         if compiled is None:
             jaxpr = closed.jaxpr

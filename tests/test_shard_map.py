@@ -173,6 +173,16 @@ def test_a_region_is_compiled_once_per_program_and_never_stale(mesh_4x2: mesh.Me
         assert_same(mapped(x.to("jax")), x * value)
 
 
+def test_a_region_with_another_constant_in_a_jax_function_is_another_program(mesh_4x2: mesh.Mesh) -> None:
+    tables = [torch.arange(8.0), torch.ones(8)]
+    jitted = [jax.jit(lambda x, table=table: x * table) for table in map(np.asarray, tables)]
+    chosen = [0]
+    mapped = spmd.shard_map(lambda x: spmd.call_jax(jitted[chosen[0]], (x,)), mesh_4x2, ((D, None),), (D, None))
+    x = batch(8, 8)
+    for chosen[0] in (0, 1, 0):
+        assert_same(mapped(x.to("jax")), x * tables[chosen[0]])
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_number_of_one_piece_stays_on_its_device(compiled: bool, mesh_4x2: mesh.Mesh) -> None:
     mapped = spmd.shard_map(lambda x: x * x.sum().item(), mesh_4x2, ((D, None),), (D, None))

@@ -29,6 +29,7 @@ from spmd.device._inlined import Inlined
 from spmd.device._numbers import carried, data_dependent, decided, number_of, sample, with_known
 from spmd.device._pacing import note_operation
 from spmd.device._partitioner import PartitionedJit
+from spmd.device._random_stream import typed_key
 from spmd.device._refusals import MetaCheck, kind_of_number, meta_argument, refuse_large_ints
 from spmd.device._representable_numbers import with_representable
 from spmd.device._saved_results import reuse_or_save
@@ -89,7 +90,7 @@ class Plan:
         args = [_filled(arg, values) for arg in self.template[0]]
         kwargs = {name: _filled(arg, values) for name, arg in self.template[1].items()}
         if self.lowering.random:
-            args.insert(0, None if key is None else jax.random.wrap_key_data(key))
+            args.insert(0, None if key is None else typed_key(key))
         with np.errstate(over="ignore"), self.meta_check.explaining(dynamic):  # a number that the dtype cannot hold is infinite
             out = self.lowering.rule(*args, **kwargs)
         updated: tuple[Any, ...] = ()

@@ -118,8 +118,13 @@ def _key(seed: Any, draws: Any, ahead: int) -> Any:
     """
     low = draws[1] + np.uint32(ahead % 2**32)
     high = draws[0] + (low < draws[1]).astype(np.uint32)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), high), low)
+    key = jax.random.fold_in(jax.random.fold_in(typed_key(seed), high), low)
     return jax.random.key_data(key)
+
+
+def typed_key(data: Any) -> Any:
+    """The key of `jax.random` for key data (uint32[2]): one of threefry, also where `jax_default_prng_impl` names another."""
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
 @jax.jit

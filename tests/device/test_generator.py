@@ -3,9 +3,12 @@
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 
+import jax
 import pytest
 import torch
+import torch.nn.functional as F
 
 import spmd
 from spmd.base._errors import SpmdError
@@ -134,3 +137,18 @@ def test_the_devices_state_is_saved_and_restored() -> None:
     with torch.random.fork_rng(devices=[0], device_type="jax"):
         inside = torch.rand(3, device="jax")
     assert torch.equal(torch.rand(3, device="jax"), inside)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "lazy"])
+@pytest.mark.parametrize("name", ["rbg", "unsafe_rbg"])
+def test_draws_do_not_depend_on_jaxs_default_generator(name: str, how: str) -> None:
+    def draws(like: torch.Tensor, high: int) -> list[torch.Tensor]:
+        return [torch.rand_like(like), torch.poisson(like), torch.randint(high, (3,), device="jax"), F.dropout(like)]
+
+    like = torch.full((4,), 2.0, device="jax")
+    torch.manual_seed(3)
+    wanted = [draw.tolist() for high in (5, 9) for draw in draws(like, high)]
+    torch.manual_seed(3)
+    run = spmd.compile(draws) if how == "compiled" else draws
+    with jax.default_prng_impl(name), spmd.lazy() if how == "lazy" else nullcontext():
+        assert [draw.tolist() for high in (5, 9) for draw in run(like, high)] == wanted

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -173,3 +174,51 @@ def test_a_parameter_of_a_users_class_stays_of_that_class() -> None:
     for device in ("jax", "cpu", "jax"):
         model.to(device)
         assert model.point is point and type(point) is OnSphere and point.device.type == device and point.requires_grad
+
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "to the device": lambda model: model.to("jax"),
+    "there and back": lambda model: model.to("jax").cpu(),
+    "in another dtype": lambda model: model.to("jax", torch.float64),
+    "without values": lambda model: model.to_empty(device="jax"),
+    "replaced, as it cannot be swapped": lambda model: (watched.append(weakref.ref(model.weight)), model.to("jax")),
+    "fully_shard": lambda model: spmd.fully_shard(model.to("jax"), mesh.Mesh(range(1), (1,), ("data",))),
+    "marked before": lambda model: (
+        spmd.mark_sharding(model.weight, mesh.Mesh(range(1), (1,), ("data",)), ("data", None)),
+        model.to("jax"),
+    ),
+}
+watched: list[weakref.ref[Any]] = []
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_hooks_of_parameters_run_after_a_move_and_their_handles_remove_them(name: str, compiled: bool) -> None:
+    def run(move: Callable[[nn.Module], object], compile: Callable[..., Any]) -> tuple[list[Any], list[str]]:
+        model, log = nn.Linear(2, 2), list[str]()
+
+        def noted(text: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+            return lambda tensor: (log.append(text), change(tensor))[1]
+
+        def tripled(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(3)
+
+        first = model.weight.register_hook(noted("times ten", lambda g: g * 10))
+        model.weight.register_hook(noted("plus one", lambda g: g + 1))
+        last = model.weight.register_post_accumulate_grad_hook(noted("accumulated", tripled))
+        move(model)
+        x, found = torch.ones(1, 2).to(model.weight), list[Any]()
+
+        def backward(x: torch.Tensor) -> None:
+            model(x).sum().backward()
+
+        step = backward if x.is_cpu else compile(backward)
+        for remove in (first.remove, last.remove, lambda: None):
+            model.zero_grad()
+            step(x)
+            found.append(None if model.weight.grad is None else model.weight.grad.tolist())
+            remove()
+        return found, log
+
+    assert run(MOVES[name], spmd.compile(keep_grads=True) if compiled else lambda fn: fn) == run(lambda _: None, lambda fn: fn)

@@ -24,7 +24,7 @@ Case = Callable[[str, Callable[..., Any], bool], Values]
 CASES: dict[str, Case] = {}
 MODULES = (
     *("stored_cases", "stored_class_cases", "stored_hook_cases", "stored_number_cases", "stored_python_cases", "stored_torch_cases"),
-    "stored_process_cases",
+    *("stored_jax_cases", "stored_process_cases"),
 )
 
 

@@ -4,6 +4,8 @@ import ctypes
 import types
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,6 +104,21 @@ def test_check_finds_a_stale_constant_and_leaves_state_alone() -> None:
     with pytest.raises(spmd.TraceError, match=r"(?s)scaled now traces to a different program.*2\.0.*3\.0"):
         scaled()
     assert weight.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_check_finds_a_stale_constant_of_a_jax_function() -> None:
+    length, text = ctypes.CDLL(None).strlen, ctypes.create_string_buffer(b"ab", 9)
+    address = ctypes.c_void_p(ctypes.addressof(text))
+
+    @spmd.compile(check=True)
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        table = np.full(3, length(address), np.float32)
+        return spmd.call_jax(jax.jit(lambda x: x * table), (x,))
+
+    assert scaled(torch.ones(3).to("jax")).tolist() == scaled(torch.ones(3).to("jax")).tolist() == [2.0, 2.0, 2.0]
+    text.value = b"abc"
+    with pytest.raises(spmd.TraceError, match=r"(?s)scaled now traces to a different program.*2\. 2\..*3\. 3\."):
+        scaled(torch.ones(3).to("jax"))
 
 
 @pytest.mark.multidevice(num=8)

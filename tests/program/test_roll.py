@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -366,3 +368,30 @@ def test_a_kept_gradient_of_a_parameter_that_the_program_does_not_read_is_replic
     step(spmd.mark_sharding(batch().to("jax"), mesh_4x2, ("data", None)))
     assert layer.weight.grad is not None and buffer_of(layer.weight.grad).raw().sharding.is_fully_replicated
     assert_same(layer.weight.grad.cpu(), batch().T @ batch())
+
+
+SCALED_BY: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "jit": lambda jitted: jitted,
+    "jit in jit": lambda jitted: jax.jit(lambda x: jitted(x)),
+    "jit in a branch": lambda jitted: lambda x: jax.lax.cond(x[0, 0] > -9, jitted, lambda x: x, x),
+    "jit in a loop": lambda jitted: lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jitted(x), x),
+    "jit in checkpoint": lambda jitted: jax.checkpoint(lambda x: jitted(x)),
+}
+
+
+@pytest.mark.parametrize("name", SCALED_BY)
+@pytest.mark.parametrize("differ", [True, False])
+def test_a_constant_of_a_jax_function_is_that_of_each_layer(name: str, differ: bool) -> None:
+    tables = [np.linspace(0.5, 0.7 + 0.05 * i * differ, WIDTH, dtype=np.float32) for i in range(5)]
+    scaled = [jax.jit(lambda x, table=table: x * table) for table in tables]
+    calls = list(map(SCALED_BY[name], scaled if differ else 5 * scaled[:1]))
+
+    def run(model: Net, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        for block, call, table in zip(model.blocks, calls, tables, strict=True):
+            x = block(x)
+            x = x * torch.tensor(table) ** (2 if name == "jit in a loop" else 1) if x.is_cpu else spmd.call_jax(call, (x,))
+        return x, torch.autograd.grad(x.sum(), list(model.blocks.parameters()))
+
+    rolled = spmd.compile(run, roll=True)
+    assert_same(rolled(made(5).to("jax"), batch().to("jax")), run(made(5), batch()))
+    assert differ or max(loop.passes for loop in rolled.rolled) >= 4

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
@@ -177,6 +178,25 @@ def test_layers_that_can_be_no_loop_are_an_error_that_names_layer_and_operation(
         trained(model, *(t.to("jax") for t in batch()))
     with torch.no_grad():
         model(*(t.to("jax") for t in batch()))  # eagerly they are what Python says
+
+
+def test_layers_whose_jax_functions_have_different_constants_are_an_error_that_says_so() -> None:
+    def layer(factor: float) -> nn.Module:
+        table = np.full(4, factor, np.float32)
+        return Calling(jax.jit(lambda x: x * table))
+
+    layers = nn.ModuleList(layer(i + 1.0) for i in range(5)).to("jax")
+    with pytest.raises(spmd.SpmdError, match=r"layers 1 and 2 cannot be a loop(?s:.*)other arrays in each.*\n  fix: pass the arrays"):
+        spmd.compile(lambda x: spmd.scan_layers(layers, x))(torch.ones(2, 4).to("jax"))
+
+
+class Calling(nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return spmd.call_jax(self.fn, (x,)) + 1
 
 
 class Residual(nn.Module):

@@ -19,7 +19,7 @@ NOT_STORED = {  # cases by the reason why a second process traces again
     "objects are compared by their addresses, and an order may depend on the seed of hashes": """
         the_order_of_a_set a_set_of_functions a_set_of_objects objects_as_arguments""",
     "state in C that cannot be read: the list of a bounded cache, a file in memory": """
-        a_cached_result a_cached_function printed_text text_written_to_stderr""",
+        a_cached_result a_cached_function printed_text text_written_to_stderr an_array_of_jax_in_a_jitted_function""",
     "a tensor of the CPU is guarded by its version": "a_tensor_of_the_cpu a_reference_to_a_tensor",
     "no path leads to an object: a log record, the cache of a function, what a compiled function holds": """
         a_log_record a_record_with_more a_step_in_a_step several_steps_in_a_call optimizer_radam an_enumeration_in_a_function""",

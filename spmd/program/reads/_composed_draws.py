@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from spmd.base._convert import exact_dtypes
 from spmd.device._generator import next_key
 from spmd.device._numbers import carried
+from spmd.device._random_stream import typed_key
 from spmd.device._storage import wrap
 from spmd.program.reads._number_arguments import composes, is_int, require, require_floats, require_number
 
@@ -184,7 +185,7 @@ def randint(low: Any, high: Any = None, size: Any = None, *, generator: Any = No
     require(dtype in (None, torch.int64, torch.int32), low < high)
     require(low >= _INT32.min, high <= _INT32.max)  # the device draws others from 64 bits
     with exact_dtypes():
-        key = jax.random.wrap_key_data(next_key(generator))
+        key = typed_key(next_key(generator))
         drawn = jax.random.randint(key, tuple(size), _bound(low), _bound(high), jnp.int32)
         return wrap(drawn.astype(jnp.int64)).to(torch.int64 if dtype is None else dtype)
 

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from spmd.base._errors import TraceError, message
 from spmd.device._storage import buffer_of, is_device_tensor
 from spmd.program.trace._captured import Captured
+from spmd.program.xla._jaxpr import constants_within
 
 
 def require_same(name: str, old: Captured, new: Captured) -> None:
@@ -38,6 +39,10 @@ def _difference(old: Captured, new: Captured) -> list[str] | None:
             return [f"traced: {a.strip()}", f"now:    {b.strip()}"]
     if len(then) != len(now):
         return [f"traced: {len(then)} operations", f"now:    {len(now)} operations"]
+    within, within_now = (constants_within(captured.jaxpr.jaxpr) for captured in (old, new))
+    for held, held_now in zip(within, within_now, strict=True):
+        if held is not held_now and not np.array_equal(np.asarray(held), np.asarray(held_now), equal_nan=_is_float(held)):
+            return [f"traced: the constant {_short(held)}", f"now:    the constant {_short(held_now)}"]
     replaced, replaced_now = map(_replaced, (old, new))
     for held, held_now, buffer, buffer_now in zip(old.jaxpr.consts, new.jaxpr.consts, old.state.consts, new.state.consts, strict=True):
         is_replaced = buffer in replaced and replaced[buffer] == replaced_now.get(buffer_now)

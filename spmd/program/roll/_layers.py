@@ -10,6 +10,7 @@ from spmd.base._errors import SpmdError, message
 from spmd.base._jax import common_names, is_literal
 from spmd.program.roll._repeats import MIN_PASSES, kinds
 from spmd.program.trace._layer_runs import LayerRun
+from spmd.program.xla._jaxpr import constants_within
 
 
 def require_loops(jaxpr: Any, runs: Sequence[LayerRun], passes_at: Mapping[int, int], why_not: Sequence[str]) -> None:
@@ -67,9 +68,16 @@ def _no_loop(jaxpr: Any, layers: LayerRun, parts: Sequence[Sequence[int]], place
             if any(any(v is jaxpr.invars[-2] for v in equations[p].invars) for p in differs):  # the numbers that vary
                 operations.append("one of them reads a number of its layer that has changed between calls; those of others are constants")
                 fix = "keep the number in a tensor: layer.register_buffer('scale', torch.tensor(0.5))"
+            elif _constants_of(equations[differs[0]]) != _constants_of(equations[differs[1]]):
+                operations.append("the function that it calls has other arrays in each as constants")
+                fix = "pass the arrays as arguments: spmd.call_jax(fn, (x, table)) with a buffer self.table of each layer"
             return SpmdError(message(what, *operations, *_trained(layers, index), fix=fix))
     what = f"layers {start} to {start + len(parts)} cannot be a loop because of an operation of layer {start + layer}"
     return SpmdError(message(what, _shown(equations[place]), *why_not, fix=fix))
+
+
+def _constants_of(eqn: Any) -> list[int]:
+    return list(map(id, constants_within(list(eqn.params.values()))))
 
 
 def _trained(layers: LayerRun, index: int) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from spmd.base._jax import common_names, is_jaxpr, is_literal
+from spmd.program.xla._jaxpr import constants_within
 
 MIN_PASSES = 3
 _MIN_SHARE = 0.1  # the first repeat must save this share of the program's equations; otherwise the program has no layers
@@ -91,18 +92,18 @@ def kinds(equations: Sequence[Any]) -> list[int]:
     """A number for each equation. Equations that are alike have the same number."""
     known: dict[Any, int] = {}
     parameters: dict[Any, int] = {}
-    texts: dict[int, str] = {}
+    texts: dict[int, Any] = {}
     contexts: dict[int, str] = {}
     described: dict[int, Any] = {}  # by id of the parameters: equations from one trace of a rule share the dict
 
-    def text(jaxpr: Any) -> str:
+    def text(jaxpr: Any) -> Any:
         if id(jaxpr) not in texts:
-            texts[id(jaxpr)] = str(jaxpr)
+            texts[id(jaxpr)] = str(jaxpr), tuple(map(id, constants_within(jaxpr)))
         return texts[id(jaxpr)]
 
     def comparable(value: Any) -> Any:
         if is_jaxpr(value):
-            return text(value), tuple(map(id, getattr(value, "consts", ())))
+            return text(value)
         if isinstance(value, (list, tuple)):
             return tuple(map(comparable, value))
         try:

@@ -16,6 +16,7 @@ import numpy as np
 from spmd.base._jax import as_recorded, is_jaxpr, is_literal
 from spmd.program.sizes._formulas import Inexact
 from spmd.program.sizes._padded import Dims, Padded, Room
+from spmd.program.xla._jaxpr import constants_within
 
 Rule = Callable[["Evaluation", "Equation", list[Padded]], list[Padded]]
 RULES: dict[str, Rule] = {}
@@ -235,7 +236,7 @@ LOOPS = frozenset(("scan", "while", "cond"))
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two jaxprs have the same text and equal constants."""
-    consts = [getattr(j, "consts", ()) for j in (one, other)]
+    consts = [constants_within(j) for j in (one, other)]
     pairs = zip(*consts, strict=False)
     alike = len(consts[0]) == len(consts[1]) and all(a is b or np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
     return alike and str(one) == str(other)

@@ -26,6 +26,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -139,7 +141,7 @@ class Descriptions:
         kind = type(value)
         if kind.__qualname__ in _OPAQUE:
             return (kind.__qualname__,)
-        if not all(is_python_class(base) or base in _WITH_CONTENTS for base in kind.__mro__):
+        if not all((is_python_class(base) and not _has_code_in_c(base)) or base in _WITH_CONTENTS for base in kind.__mro__):
             raise NotStorable(f"a {kind.__qualname__}, which has state that is not in Python")
         attributes, within = attributes_of(value), None
         if not is_recorded(kind.__module__) or (self.is_deep and not issubclass(kind, torch.nn.Module)):
@@ -326,6 +328,23 @@ def _of_array(describe: Descriptions, value: Any) -> Any:
     return "array", value.shape, value.strides, value.dtype.str, content
 
 
+def _of_jax_array(describe: Descriptions, value: jax.Array) -> Any:
+    """Its values cannot change, so no place guards them."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended) or not value.is_fully_addressable or value.nbytes > _LARGEST:
+        raise NotStorable(
+            f"an array of jax, {value.dtype}{list(value.shape)}, of random keys, of other processes or too large to be compared"
+        )
+    content = hashlib.sha256(np.asarray(value).tobytes()).hexdigest()
+    return "jax array", value.shape, str(value.dtype), value.weak_type, repr(value.sharding), content
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_code_in_c(kind: type) -> bool:
+    """Whether a C extension made the class, so that its objects have state that Python does not see."""
+    own = (v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__") and not is_a(v, types.MemberDescriptorType))
+    return type(kind).__module__ == "nanobind" or any(getattr(v, "__objclass__", None) is kind for v in own)
+
+
 _Describe = Callable[[Descriptions, Any], Any]
 _KINDS: dict[Any, _Describe] = {
     **dict.fromkeys((dict, list, collections.OrderedDict, collections.defaultdict, collections.deque), _of_container),
@@ -361,6 +380,7 @@ _BASES: tuple[tuple[type, _Describe], ...] = (
     (logging.Handler, _of_handler),
     (logging.Manager, lambda describe, value: ("manager of loggers", value is logging.root.manager)),
     (torch.Tensor, _of_tensor),
+    (jax.Array, _of_jax_array),
     *((kind, _of_layout) for kind in LAYOUTS),
     (np.generic, _of_number),
     (np.dtype, _of_dtype),

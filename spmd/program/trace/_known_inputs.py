@@ -35,6 +35,7 @@ from spmd.device._uploaded import host_values, kept, may_follow, sent, window
 from spmd.program.reuse._columns import Guards
 from spmd.program.trace._host_programs import HostProgram, is_exact, is_same
 from spmd.program.trace._memory_order import stored_values
+from spmd.program.xla._jaxpr import constants_within
 
 _value = attrgetter("value")
 _today = attrgetter("today")
@@ -139,7 +140,7 @@ class KnownInputs:
         self.changed: list[Target] = []
         self._has_numbers = False
         self.checks: list[ArgumentCheck] = []
-        self._programs: dict[Any, HostProgram] = {}  # by the jaxpr's text and its constants
+        self._programs: dict[Any, HostProgram] = {}  # by the jaxpr's text and constants
 
     def install(self, tracers: Sequence[Any]) -> None:
         """Begin a trace. `tracers`: the tracers of the arguments, in their order."""
@@ -200,8 +201,9 @@ class KnownInputs:
             return _Answer(tuple(numbers), program, program([self._last_values[n] for n in numbers]))
 
     def _on_host(self, closed: Any) -> HostProgram:
-        constants = map(np.asarray, closed.consts)
-        return self._programs.setdefault((str(closed.jaxpr), *((c.dtype, c.shape, c.tobytes()) for c in constants)), HostProgram(closed))
+        constants = ((c.dtype, c.shape, c.tobytes()) for c in map(np.asarray, closed.consts))
+        within = map(id, constants_within(closed.jaxpr))  # the program keeps these alive
+        return self._programs.setdefault((str(closed.jaxpr), *constants, *within), HostProgram(closed))
 
     def _known(self, atom: Any) -> Any:
         """The host's values of an input, which is the tracer of an argument or an array; None if they are unknown."""

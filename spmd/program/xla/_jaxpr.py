@@ -27,6 +27,31 @@ def functions_of(equation: Any) -> list[Any]:
     return [one for several in values for one in several if is_jaxpr(one)]
 
 
+def constants_within(value: Any) -> list[Any]:
+    """The arrays in a jaxpr, or in a parameter of an equation: constants, literals and parameters, also of the functions that it calls.
+
+    The text of a jaxpr shows neither constants nor, in full, large arrays, so two jaxprs are equal only if these are equal too.
+    """
+    found: list[Any] = []
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if is_jaxpr(value):
+            jaxpr = getattr(value, "jaxpr", value)
+            found.extend(getattr(value, "consts", ()))
+            for eqn in jaxpr.eqns:
+                waiting.extend(eqn.params.values())
+            atoms = (atom for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for atom in atoms)
+            waiting.extend(atom.val for atom in atoms if is_literal(atom))
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif getattr(value, "ndim", 0):
+            found.append(value)
+    return found
+
+
 def with_constants_first(closed: Any, count: int) -> Any:
     """The closed jaxpr with its first `count` inputs turned into its first constants. Their values are unique placeholders."""
     if not count:
