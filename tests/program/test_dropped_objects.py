@@ -125,7 +125,7 @@ def test_a_generator_that_the_trace_ends_too_late_is_refused(holder: Callable[[A
     @spmd.compile
     def step(x: torch.Tensor) -> torch.Tensor:
         held = holder(halves(x, []))
-        it = held.it if isinstance(held, Held) else held() if callable(held) else held["it"] if isinstance(held, dict) else held[0]
+        it: Any = held.it if isinstance(held, Held) else held() if callable(held) else held["it"] if isinstance(held, dict) else held[0]
         next(it)
         del it, held
         return weight * 2

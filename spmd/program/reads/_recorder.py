@@ -38,7 +38,7 @@ from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._late_writes import with_late_writes
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
-from spmd.program.reads._memos import forgetting, read_registry
+from spmd.program.reads._memos import forgetting, left_in_caches, read_registry
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import numpy_operand, tensor_operand
 from spmd.program.reads._number_operands import integer_operand
@@ -78,7 +78,7 @@ class Recording(PlacesWritten):
         choice, no_choices: the block that runs without a known condition; the places of those that cannot. See Note [Choices].
         run_module: called as `run_module(module, run)`; returns `run()`, the result of the module's call.
         note_gradient: called with each tensor whose `grad` is read.
-        imported: names of modules that were imported for this trace.
+        imported, leaves_cached: names of modules that were imported for this trace; as in `TraceSettings`.
         has_own_context: whether the trace runs in a copy of the context, so that no context variable has to be unset.
         is_busy: whether the recording itself inspects objects now; hooks return at once.
         seen: holders of reads that are recorded already, by (id, name) or id of a cell; their hooks return at once.
@@ -93,7 +93,7 @@ class Recording(PlacesWritten):
         self.choice: Choice | None = None
         self.run_module: RunModule = lambda module, run: run()
         self.note_gradient: Callable[[torch.Tensor], None] = lambda tensor: None
-        self.has_own_context = self.is_busy = False
+        self.has_own_context, self.is_busy, self.leaves_cached = False, False, True
         self.imported, self.no_choices = frozenset[str](), frozenset[Any]()
         self.seen: dict[Any, Any] = {}
         self.files = FilesOfTrace()
@@ -472,7 +472,7 @@ class Recording(PlacesWritten):
 
         found = self.journal.effects(self.is_before, is_read) + self.flags.effects(self.is_before)
         self.expect_removed(found)
-        return with_late_writes(with_outputs(found, self), self)
+        return with_late_writes(with_outputs([*found, *left_in_caches(self)], self), self)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def refuse_unseen(recording: Recording) -> None:
     for place in recording.places.values():
         if isinstance(place, ContentPlace) and recording.is_before(place.holder):
             _refuse_unseen_write(recording, place)
-    require_unwritten(recording.caches.values())
+    require_unwritten(recording)
 
 
 def _refuse_unseen_write(recording: Recording, place: ContentPlace) -> None:
