@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import spmd
+from spmd.base._torch import pytree
 from tests.listing import Listing
 
 
@@ -160,9 +161,8 @@ def test_a_tensor_that_is_cached_is_computed_once_for_a_key(make: Callable[..., 
     def found(device: str) -> list[Any]:
         fn = make(functools.lru_cache(maxsize), device)
         step = spmd.compile(fn) if device == "jax" else fn
-        return [
-            torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, step(k, torch.ones(2, device=device))) for k in range(6)
-        ]
+        results = [step(k, torch.ones(2, device=device)) for k in range(6)]
+        return pytree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, results)
 
     torch.testing.assert_close(found("jax"), found("cpu"))
 
@@ -177,8 +177,9 @@ def test_random_numbers_that_are_cached_are_drawn_once_for_a_key(maxsize: int | 
 
 
 def test_random_numbers_that_a_call_cannot_leave_in_a_cache_are_refused() -> None:
-    noise = functools.cache(lambda x: torch.randn(2, device="jax"))
-    for fn, options in ((lambda x: x + noise(x), {}), (lambda x: x + noise(1), {"steps_per_call": 2})):
+    noise: Any = functools.cache(lambda x: torch.randn(2, device="jax"))
+    cases: list[Any] = [(lambda x: x + noise(x), {}), (lambda x: x + noise(1), {"steps_per_call": 2})]
+    for fn, options in cases:
         with pytest.raises(spmd.TraceError, match=r"(?s)caches random numbers.*for an argument.*fix: call .*before the step"):
             spmd.compile(fn, **options)(torch.ones(2, 2, device="jax"))
 
