@@ -44,6 +44,7 @@ from spmd.program._sized_step import SizedStep
 from spmd.program._step import Step
 from spmd.program.find._discover import Reachable, reachable
 from spmd.program.find._static import name_of
+from spmd.program.reads import PutInCache
 from spmd.program.sizes._expressions import Expression
 from spmd.program.trace._host_results import HostTensor
 from spmd.program.trace._output_tree import rebuilt
@@ -231,7 +232,8 @@ class _Part:
 
     def _require_no_python(self) -> None:
         captured = self.captured
-        changed = [e.title for e in captured.writes.effects if not (isinstance(e.value, _PLAIN) and e.value is e.before)]
+        writes = [e for e in captured.writes.effects if not isinstance(e.put, PutInCache)]  # a file has no cache: it computes the result
+        changed = [e.title for e in writes if not (isinstance(e.value, _PLAIN) and e.value is e.before)]
         if changed:
             raise _refused(self.name, f"writes to {changed[0]} in every call", "keep changing values in tensors")
         if captured.writes.actions:

@@ -13,6 +13,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -71,6 +72,7 @@ class SizedStep(Step[Any, Any]):
         self._own_traces = 0
         self._exact: Step[Any, Any] = Step(fn, options)
         super().__init__(fn, options)
+        self._settings = self._exact._settings = replace(self._settings, leaves_cached=False)
         self.dynamic: Mapping[str, Any] = {} if dynamic is True else dynamic
         self._parameters = _parameters(fn)
         names = self._parameters and [*self._parameters.parameters]

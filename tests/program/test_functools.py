@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import spmd
+from spmd.base._torch import pytree
 from tests.listing import Listing
 
 
@@ -109,13 +110,78 @@ def test_a_cached_tensor_that_was_changed_outside_is_seen(maxsize: int | None) -
     assert step.num_traces == 2
 
 
-def test_a_write_to_a_cached_tensor_that_the_function_makes_is_refused() -> None:
-    @functools.lru_cache
-    def weights(n: int) -> torch.Tensor:
-        return torch.ones(n).to("jax")
+def _of_weights(cached: Callable[[Any], Any], device: str) -> Any:
+    """Weights of the first call, which each update takes into account."""
+    weight = torch.nn.Parameter(torch.ones(1, device=device))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    first = cached(lambda: weight.detach().clone())
 
-    with pytest.raises(spmd.TraceError, match=r"(?s)writes in place to a tensor that .*weights has cached.*fix: write to a copy"):
-        spmd.compile(lambda x: x * weights(2).add_(1.0))(torch.ones(2).to("jax"))
+    def step(k: int, x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        ((weight - first()) ** 2 + weight * x).sum().backward()
+        optimizer.step()
+        return weight.detach().clone()
+
+    return step
+
+
+def _of_an_argument_object(cached: Callable[[Any], Any], device: str) -> Any:
+    held: dict[str, Any] = {}
+    first = cached(lambda: held["x"] * 1)
+
+    def step(k: int, x: torch.Tensor) -> Any:
+        held["x"] = x + k
+        return first() + 0
+
+    return step
+
+
+def _of_a_methods_state(cached: Callable[[Any], Any], device: str) -> Any:
+    class Held:
+        num = 0
+
+        def mask(self, n: int, *, on: torch.device) -> Any:
+            self.num += 1
+            return {"mask": [torch.ones(n, device=on) * self.num]}
+
+        cached_mask = cached(mask)
+
+    held = Held()
+    return lambda k, x: (x * held.cached_mask(k % 2 + 1, on=x.device)["mask"][0].sum(), held.num)
+
+
+def _updated(cached: Callable[[Any], Any], device: str) -> Any:
+    count = cached(lambda key: torch.zeros(2, device=device))
+    return lambda k, x: count("ab"[k // 2 % 2]).add_(x).clone()
+
+
+@pytest.mark.parametrize("maxsize", [None, 1, 128])
+@pytest.mark.parametrize("make", [_of_weights, _of_an_argument_object, _of_a_methods_state, _updated])
+def test_a_tensor_that_is_cached_is_computed_once_for_a_key(make: Callable[..., Any], maxsize: int | None) -> None:
+    def found(device: str) -> list[Any]:
+        fn = make(functools.lru_cache(maxsize), device)
+        step = spmd.compile(fn) if device == "jax" else fn
+        results = [step(k, torch.ones(2, device=device)) for k in range(6)]
+        return pytree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, results)
+
+    torch.testing.assert_close(found("jax"), found("cpu"))
+
+
+@pytest.mark.parametrize("maxsize", [None, 1, 128])
+def test_random_numbers_that_are_cached_are_drawn_once_for_a_key(maxsize: int | None) -> None:
+    noise = functools.lru_cache(maxsize)(lambda n: torch.randn(n, device="jax"))
+    step = spmd.compile(lambda x: x + noise(x.shape[0]))
+    found = [step(torch.zeros(n, device="jax")) for n in (2, 2, 3, 3, 3)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3]) and torch.equal(found[2], found[4])
+    assert torch.equal(noise(3), found[4])
+
+
+def test_random_numbers_that_a_call_cannot_leave_in_a_cache_are_refused() -> None:
+    noise: Any = functools.cache(lambda x: torch.randn(2, device="jax"))
+    cases: list[Any] = [(lambda x: x + noise(x), {}), (lambda x: x + noise(1), {"steps_per_call": 2})]
+    for fn, options in cases:
+        with pytest.raises(spmd.TraceError, match=r"(?s)caches random numbers.*for an argument.*fix: call .*before the step"):
+            spmd.compile(fn, **options)(torch.ones(2, 2, device="jax"))
 
 
 class _Place:

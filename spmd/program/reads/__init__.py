@@ -39,6 +39,7 @@ from spmd.program.reads._hooks import python_writes
 from spmd.program.reads._journal import Effect, Writes, is_same_content
 from spmd.program.reads._late_writes import LateWritesNeeded
 from spmd.program.reads._library import is_library, is_recorded
+from spmd.program.reads._memos import PutInCache
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._noted_sizes import is_noted
 from spmd.program.reads._number_place import ABSENT, INPUT, LENGTH, NumberPlace, ObjectPlace, PartPlace, with_inputs
@@ -74,6 +75,7 @@ __all__ = [
     "Numbers",
     "NumbersNeeded",
     "Pending",
+    "PutInCache",
     "Place",
     "Recording",
     "RunModule",

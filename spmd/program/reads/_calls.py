@@ -40,6 +40,7 @@ from spmd.program.reads._classes import ask_classes, ask_names
 from spmd.program.reads._container_methods import CONTAINERS, STORE, update
 from spmd.program.reads._copies import note_copy
 from spmd.program.reads._definitions import note_inspection, read_text_of
+from spmd.program.reads._dropped_objects import let_go_before
 from spmd.program.reads._enumerations import note_lookup
 from spmd.program.reads._hidden_state import IN_MEMORY
 from spmd.program.reads._imports import note_import, note_named_import
@@ -119,7 +120,6 @@ _CONCURRENT = {  # functions that run code in another thread or process, by pack
     os.name: ("system",),
 }
 _NOT_REPEATED = {"secrets": "random numbers of the host", "uuid": "random numbers of the host"}
-_OF_FILES = frozenset(map(id, (os.stat, os.lstat, os.path.getsize, os.path.getmtime, os.path.getatime, os.path.getctime)))
 _IN_C = frozenset((types.BuiltinFunctionType, type, np.ufunc, type(np.sum)))
 
 
@@ -145,11 +145,9 @@ def _record(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Any:
         return note_call(recording, inner, args)
     if kind is types.MethodType and isinstance(fn.__func__, functools._lru_cache_wrapper):
         return functools.partial(note_call(recording, fn.__func__, (fn.__self__, *args)), fn.__self__)
+    let_go_before(recording, fn, args)
     files = questions_of_files(fn, args)
-    if recording.journal.outputs:
-        of_fn = question_of(fn.__func__, (fn.__self__, *args)) if kind is types.MethodType else question_of(fn, args)
-        asked = [question[0] for question in (of_fn, *files) if question is not None]
-        require_no_late_output(recording, [args[0]] if id(fn) in _OF_FILES and args else [key[1] for key in asked if key[0] == "file"])
+    require_no_late_output(recording, fn, args, files)
     recording.ask_all((*questions_of_call(fn, args), *questions_of_output(fn, args), *files))
     if id(fn) in TEXTS:
         read_text_of(recording, args[0] if args else None)

@@ -129,6 +129,15 @@ class Journal:
         """Whether the trace has written any part of `holder`."""
         return any(written.holder is holder for written in self._first.values())
 
+    def keep(self, is_kept: Callable[[Any], bool]) -> None:
+        """Drop the notes about writes to other holders."""
+        self._first = {token: written for token, written in self._first.items() if is_kept(written.holder)}
+        self._appended = [effect for effect in self._appended if is_kept(effect.holder)]
+        self._orders = {number: order for number, order in self._orders.items() if is_kept(order[0])}
+        kept = {number for number, _ in self._first}
+        self._entries = {number: keys for number, keys in self._entries.items() if number in kept}
+        self._removed = {token: None for token in self._removed if token[0] in kept}
+
     @contextmanager
     def part(self) -> Generator[Writes]:
         """Collect the writes of one part of the trace (a branch, a loop body). Complete when the block ends.

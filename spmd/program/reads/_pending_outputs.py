@@ -19,7 +19,7 @@ import pprint
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,10 @@ from spmd.program.reads._output_code import (
     question_of_own_code,
 )
 from spmd.program.reads._output_settings import is_kept, settings_of
+from spmd.program.reads._outside import question_of
 from spmd.program.reads._pending import NotTaken, Pending, holds_copies, is_known_before, is_unknown, not_taken, parts_in, pending
 from spmd.program.reads._pending_texts import TextsNeeded, text_method
+from spmd.program.reads._questions import Question
 from spmd.program.reads._repeated_outputs import Output, Shown, called_at_line, line_at, repeated
 from spmd.program.reads._varying import NumbersNeeded, Varying
 
@@ -65,6 +67,7 @@ _METHODS: dict[str, tuple[str, ...]] = {  # functions and methods in Python, by 
     "wandb": ("log",),
 }
 _OF_STREAMS = ("write", "writelines", "flush")
+_OF_FILES = frozenset(map(id, (os.stat, os.lstat, os.path.getsize, os.path.getmtime, os.path.getatime, os.path.getctime)))
 _OF_POSITIONS = ("tell", "seek", "truncate")
 _RETURN_LENGTHS = ("write", "write_text", "write_bytes")
 _RETURN_UNKNOWN = (*_RETURN_LENGTHS, "writerow", "writerows", "writeheader", "update", "refresh")
@@ -362,16 +365,22 @@ def note_position(recording: Recording, fn: Any) -> None:
         recording.journal.positions.append((fn.__self__, user_line()))
 
 
-def require_no_late_output(recording: Recording, paths: Iterable[Any]) -> None:
-    """Check a call that may read files: no output that is written when the call ends is in one of them.
+def require_no_late_output(recording: Recording, fn: Any, args: tuple[Any, ...], files: Sequence[Question]) -> None:
+    """Check a call that may read files: no output that is written when the call ends is in one of them. `files`: of `questions_of_files`.
 
     Raises:
-        TraceError: the file would have to be written now.
+        TextsNeeded, NumbersNeeded: the file has to be written now, with numbers that the host knows.
+        TraceError: it would have to be written now, and only the device knows the number.
     """
     late = [output for output in recording.journal.outputs if output.is_late]
+    if not late:
+        return
+    of_fn = question_of(fn.__func__, (fn.__self__, *args)) if type(fn) is types.MethodType else question_of(fn, args)
+    asked = [question[0] for question in (of_fn, *files) if question is not None]
+    paths = args[:1] if id(fn) in _OF_FILES else [key[1] for key in asked if key[0] == "file"]
     for output, path in itertools.product(late, paths):
         if any(_is_at(file, path) for file in _files_of(output)):
-            raise TraceError(
+            error = TraceError(
                 message(
                     f"the file {os.fspath(path)!r} is read after {_name(output.fn)} of a number of the device to it",
                     *called_at(),
@@ -379,6 +388,7 @@ def require_no_late_output(recording: Recording, paths: Iterable[Any]) -> None:
                     fix="read the file outside of the compiled function",
                 )
             )
+            raise _needed_now(recording, late, error)
 
 
 def _files_of(output: Output) -> Iterator[Any]:

@@ -27,6 +27,7 @@ from spmd.program.reads._container_methods import CONTAINERS
 from spmd.program.reads._content_places import CellPlace
 from spmd.program.reads._decimal_flags import Flags
 from spmd.program.reads._definitions import read_text_of
+from spmd.program.reads._dropped_objects import SUSPENDED, FilesOfTrace, end_dropped, handles_of
 from spmd.program.reads._enumerations import read_members
 from spmd.program.reads._heap import HEAP
 from spmd.program.reads._hidden_state import IN_MEMORY, LOCKS, SIGNALS, has_hidden_state, is_output, lock_question
@@ -38,7 +39,7 @@ from spmd.program.reads._journal import Effect, is_environment
 from spmd.program.reads._late_writes import with_late_writes
 from spmd.program.reads._library import is_library_property, is_recorded
 from spmd.program.reads._membership import membership_key
-from spmd.program.reads._memos import forgetting, read_registry
+from spmd.program.reads._memos import forgetting, left_in_caches, read_registry
 from spmd.program.reads._module_reads import RunModule
 from spmd.program.reads._number_calls import numpy_operand, tensor_operand
 from spmd.program.reads._number_operands import integer_operand
@@ -71,14 +72,14 @@ class Recording(PlacesWritten):
     Instrumented code calls the methods with the name of a hook (`load_attr`, `store_item`, `call`) before each instruction of that kind.
 
     Attributes:
-        advanced: iterators that the trace advanced, by id, each with how.
+        advanced: iterators that the trace advanced, by id, each with functions that give it as long as it lives, and how.
         caches: functions of `functools.lru_cache` that were called, by id.
         flags: the flags of decimal contexts.
         generators: random generators that a library received, by id, each with its state at that time.
         choice, no_choices: the block that runs without a known condition; the places of those that cannot. See Note [Choices].
         run_module: called as `run_module(module, run)`; returns `run()`, the result of the module's call.
         note_gradient: called with each tensor whose `grad` is read.
-        imported: names of modules that were imported for this trace.
+        imported, leaves_cached: names of modules that were imported for this trace; as in `TraceSettings`.
         has_own_context: whether the trace runs in a copy of the context, so that no context variable has to be unset.
         is_busy: whether the recording itself inspects objects now; hooks return at once.
         seen: holders of reads that are recorded already, by (id, name) or id of a cell; their hooks return at once.
@@ -86,16 +87,17 @@ class Recording(PlacesWritten):
 
     def __init__(self, names: dict[int, str], owners: dict[int, Any], ignored: set[Any]) -> None:
         super().__init__(names, owners, ignored)
-        self.advanced: dict[int, tuple[Any, str]] = {}
+        self.advanced: dict[int, tuple[list[Callable[[], Any]], str]] = {}
         self.caches: dict[int, Any] = {}
         self.flags = Flags()
         self.generators: dict[int, tuple[Any, Any]] = {}
         self.choice: Choice | None = None
         self.run_module: RunModule = lambda module, run: run()
         self.note_gradient: Callable[[torch.Tensor], None] = lambda tensor: None
-        self.has_own_context = self.is_busy = False
+        self.has_own_context, self.is_busy, self.leaves_cached = False, False, True
         self.imported, self.no_choices = frozenset[str](), frozenset[Any]()
         self.seen: dict[Any, Any] = {}
+        self.files = FilesOfTrace()
         self._passed: dict[int, Any] = {}
         self._copied: dict[int, Any] = {}
         self._replacements: Replacements | None = None
@@ -121,7 +123,7 @@ class Recording(PlacesWritten):
 
     def load_attr(self, instance: Any, name: str) -> None:
         cls: type = type(instance)
-        if cls in QUIET:
+        if cls in QUIET or instance in self.files:
             return
         key = (id(instance), name)
         if cls in PROXIES:
@@ -132,6 +134,8 @@ class Recording(PlacesWritten):
             return
         if key in self.seen or name in MEMOS:
             return
+        if cls in SUSPENDED:
+            return note_builtin_attribute(self, instance, name)
         self.seen[key] = instance
         if isinstance(instance, torch.Tensor):
             note_tensor_attribute(self, instance, name)
@@ -260,7 +264,7 @@ class Recording(PlacesWritten):
 
     def use_up(self, value: Any, how: str) -> None:
         """Note that an object is changed in a way that no call can repeat for one from before the trace."""
-        self.advanced.setdefault(id(value), (value, how))
+        self.advanced.setdefault(id(value), (handles_of(value), how))
 
     def read_content(self, value: Any, asks_identity: bool = True) -> None:
         """Record the whole content of a container, but not the content of its items. `asks_identity`: see `read_deep`."""
@@ -269,7 +273,7 @@ class Recording(PlacesWritten):
         if cls in PROXIES or cls in VIEWS:
             value = referent(value) if cls in PROXIES else self.viewed_dict(value)
             cls = type(value)
-        if cls in QUIET or self._is_ignored(value):
+        if cls in QUIET or self._is_ignored(value) or value in self.files:
             return
         self.read_special_methods(cls)
         self.ask(SETTINGS, question_of_content(value, cls))
@@ -313,6 +317,8 @@ class Recording(PlacesWritten):
             return
         done = self._passed if asks_identity else self._copied
         if id(value) in self._passed or id(value) in done or depth > _MAX_DEPTH:
+            return
+        if value in self.files:
             return
         if isinstance(value, collections.abc.Iterator) and not _parts.is_python(value):
             self.advance(value, "passed to a library")
@@ -398,14 +404,8 @@ class Recording(PlacesWritten):
             _hooks.stop(before)
             self._find_made()
         refuse_unseen(self)
-        self._drop_made()
+        end_dropped(self)
         return result
-
-    def _drop_made(self) -> None:
-        """Drop objects that the trace made: a bytearray cannot be resized while a view of it is alive."""
-        self.places = {key: place for key, place in self.places.items() if self.is_before(place.holder)}
-        self.seen = {key: value for key, value in self.seen.items() if isinstance(value, torch.Tensor)}
-        self._passed, self._copied = {}, {}
 
     def tensors_asked(self, name: str = "") -> dict[int, torch.Tensor]:
         """Tensors from before the trace, by id, whose attribute `name` was read; any attribute (shape, dtype) if `name` is empty."""
@@ -455,7 +455,7 @@ class Recording(PlacesWritten):
 
         found = self.journal.effects(self.is_before, is_read) + self.flags.effects(self.is_before)
         self.expect_removed(found)
-        return with_late_writes(with_outputs(found, self), self)
+        return with_late_writes(with_outputs([*found, *left_in_caches(self)], self), self)
 
 
 @contextmanager

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 def refuse_unseen(recording: Recording) -> None:
     """Raise TraceError if the trace did what no call can repeat, or check, to an object from before it."""
-    for used, how in recording.advanced.values():
-        if recording.is_before(used) and not _is_endless(used):
+    for handles, how in recording.advanced.values():
+        used = next((value for get in handles if (value := get()) is not None and recording.is_before(value)), None)
+        if used is not None and not _is_endless(used):
             kind = "an iterator" if isinstance(used, collections.abc.Iterator) else "an object"
             raise refused(f"{kind} from before the call ({type(used).__name__}) was {how}")
     for generator, state in recording.generators.values():
@@ -38,7 +39,7 @@ def refuse_unseen(recording: Recording) -> None:
     places = [place for place in recording.places.values() if isinstance(place, ContentPlace) and recording.is_before(place.holder)]
     for error in [error for place in places if (error := _unseen_write(recording, place)) is not None][:1]:
         raise error
-    require_unwritten(recording.caches.values())
+    require_unwritten(recording)
 
 
 def _unseen_write(recording: Recording, place: ContentPlace) -> Exception | None:

@@ -267,6 +267,7 @@ class Trace:
         reads.has_input = self.numbers.has_input
         reads.fixes_indices, reads.has_constant_texts, reads.has_own_context, reads.late.takes_all, *sets = settings.of_reads
         reads.imported, reads.no_choices = sets
+        reads.leaves_cached = settings.leaves_cached and not self.arguments.is_stacked
         reads.late.is_stacked, reads.late.known = self.arguments.is_stacked, frozenset(id(t) for _, t in self.found.cpu_tensors())
         journal.repeats_outputs, journal.num_written = bool(settings.sides), settings.num_written
         journal.puts_off = not self.arguments.is_stacked and settings.puts_off_outputs

@@ -47,6 +47,8 @@ class TraceSettings:
         no_choices: places of blocks of which only one side may run. See Note [Choices].
         sides, likely_sides: the sides of the first branches on values that only the device knows, and guesses for others. See Note
             [Device branches].
+        leaves_cached: whether every call leaves the tensors that it computes for a cached function in the cache. Not if sizes vary, which
+            are keys there.
         puts_off_outputs: whether output that runs code of the user's (a handler of a logger) waits for the end of the call, with all other
             output; None if no trace has had such output.
         num_written: number of outputs (`print`, logging) that an earlier trace for the same call has written.
@@ -72,6 +74,7 @@ class TraceSettings:
     sides: tuple[bool, ...] = ()
     likely_sides: Mapping[Any, bool] = field(default_factory=dict[Any, bool])
     puts_off_outputs: bool | None = None
+    leaves_cached: bool = True
     num_written: int = 0
 
     @property
