@@ -159,10 +159,11 @@ def _updated(cached: Callable[[Any], Any], device: str) -> Any:
 @pytest.mark.parametrize("make", [_of_weights, _of_an_argument_object, _of_a_methods_state, _updated])
 def test_a_tensor_that_is_cached_is_computed_once_for_a_key(make: Callable[..., Any], maxsize: int | None) -> None:
     def found(device: str) -> list[Any]:
-        fn = make(functools.lru_cache(maxsize), device)
-        step = spmd.compile(fn) if device == "jax" else fn
-        results = [step(k, torch.ones(2, device=device)) for k in range(6)]
-        return pytree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, results)
+        fn: Any = make(functools.lru_cache(maxsize), device)
+        step: Any = spmd.compile(fn) if device == "jax" else fn
+        results: Any = [step(k, torch.ones(2, device=device)) for k in range(6)]
+        leaves: list[Any] = pytree.tree_leaves(results)
+        return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     torch.testing.assert_close(found("jax"), found("cpu"))
 
@@ -178,10 +179,11 @@ def test_random_numbers_that_are_cached_are_drawn_once_for_a_key(maxsize: int | 
 
 def test_random_numbers_that_a_call_cannot_leave_in_a_cache_are_refused() -> None:
     noise: Any = functools.cache(lambda x: torch.randn(2, device="jax"))
+    compiled: Any = spmd.compile
     cases: list[Any] = [(lambda x: x + noise(x), {}), (lambda x: x + noise(1), {"steps_per_call": 2})]
     for fn, options in cases:
         with pytest.raises(spmd.TraceError, match=r"(?s)caches random numbers.*for an argument.*fix: call .*before the step"):
-            spmd.compile(fn, **options)(torch.ones(2, 2, device="jax"))
+            compiled(fn, **options)(torch.ones(2, 2, device="jax"))
 
 
 class _Place:
