@@ -171,6 +171,11 @@ def write_and_read(path: Path, k: int) -> int:
         return json.load(file)["k"]
 
 
+def write_and_open(path: Path, k: int) -> int:
+    json.dump({"k": k}, open(path, "w"))  # noqa: SIM115
+    return json.load(open(path))["k"]  # noqa: SIM115
+
+
 def in_a_list(path: Path, k: int) -> None:
     files = [open(path, "a")]  # noqa: SIM115
     files[0].write("a line\n")
@@ -185,7 +190,7 @@ def not_dropped(path: Path, k: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("write", [append, write_and_read, not_dropped])
+@pytest.mark.parametrize("write", [append, write_and_read, write_and_open, not_dropped])
 def test_a_file_that_is_dropped_is_written_at_once(tmp_path: Path, write: Callable[[Path, int], Any]) -> None:
     assert texts(tmp_path, write, "jax") == texts(tmp_path, write, "cpu")
 

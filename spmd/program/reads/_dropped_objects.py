@@ -145,7 +145,8 @@ def let_go_before(recording: Recording, fn: Any, args: tuple[Any, ...]) -> None:
     if isinstance(fn, weakref.ref):
         sees_end = made_in_trace(fn())
     else:
-        given = (fn.__self__, *args) if isinstance(fn, (types.MethodType, types.BuiltinMethodType)) else args
+        owner = getattr(fn, "__self__", None) if isinstance(fn, (types.MethodType, types.BuiltinMethodType)) else None
+        given = args if owner is None or isinstance(owner, types.ModuleType) else (owner, *args)
         is_given_path = any(isinstance(value, (str, bytes, os.PathLike)) for value in given[:1])
         sees_end = bool(is_given_path and recording.files.still_open()) or any(isinstance(value, _WEAK) for value in given)
     if sees_end:
