@@ -173,7 +173,7 @@ def write_and_read(path: Path, k: int) -> int:
 
 def write_and_open(path: Path, k: int) -> int:
     json.dump({"k": k}, open(path, "w"))  # noqa: SIM115
-    return json.load(open(path))["k"]  # noqa: SIM115
+    return json.load(open(path))["k"]
 
 
 def in_a_list(path: Path, k: int) -> None:
