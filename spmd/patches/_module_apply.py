@@ -40,25 +40,24 @@ def register() -> None:
 
 @functools.wraps(_torchs_apply)
 def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    before = dict(self.__dict__["_parameters"])
+    before = [(name, p, p.device.type) for name, p in self.__dict__["_parameters"].items() if p is not None]
     with MovedGradients(self):
         show_layouts(_torchs_apply(self, fn if isinstance(fn, _Moved) else _Moved(fn), recurse))
-    for name, parameter in before.items():
-        if parameter is not None:
-            _keep_hooks(parameter, self.__dict__["_parameters"][name])
+    for name, parameter, device in before:
+        moved = self.__dict__["_parameters"][name]
+        if device != moved.device.type and "jax" in (device, moved.device.type):
+            _keep_hooks(parameter, moved)
     return self
 
 
-def _keep_hooks(before: torch.Tensor, parameter: Any) -> None:
-    """Let a parameter run the hooks that it had before a move to the device or back.
+def _keep_hooks(before: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Let a parameter that has moved to the device or back run the hooks that it had before.
 
     PyTorch stores them as an attribute of the object, and once more with the value in C++, which is another one now. They stay the same
     dicts, so the handles of `register_hook` still remove them. Where PyTorch replaces the parameter by a new one, that has none.
     """
-    if parameter is not before:
-        ends = (before.device.type, parameter.device.type)
-        if "jax" not in ends or torch.__future__.get_overwrite_module_params_on_conversion():
-            return
+    if parameter is not before and torch.__future__.get_overwrite_module_params_on_conversion():
+        return
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(before, name)
         if hooks is not None:

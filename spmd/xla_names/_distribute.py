@@ -210,9 +210,9 @@ def _spec_of(t: torch.Tensor) -> ShardingSpec:
         return spec
     if not is_traced:
         raise SpecError(message(f"{name_of(t)} has no sharding and so no placements", fix="mark it first, or pass device_mesh="))
-    what, why = f"the placements of {name_of(t)} are not known", "it is not marked, and the compiler of a function chooses its layout"
+    why = "it is not marked, and the compiler of a function chooses its layout"
     fix = "choose them, and keep them in a variable: t = t.redistribute(device_mesh, placements)"
-    raise SpecError(message(what, why, *called_at(), fix=fix))
+    raise SpecError(message(f"the placements of {name_of(t)} are not known", why, *called_at(), fix=fix))
 
 
 def _mesh_of(t: torch.Tensor) -> Mesh:
@@ -223,8 +223,11 @@ def _mesh_of(t: torch.Tensor) -> Mesh:
     load(t)  # it is one of them
     mesh = recorder.only_mesh()
     if mesh is None:
-        what, why = f"the mesh of {name_of(t)} is not known", "a compiled function has it from tensors over no mesh, or over several"
-        raise SpecError(message(what, why, *called_at(), fix="t.redistribute(device_mesh, [Replicate()] * device_mesh.ndim)"))
+        why, fix = (
+            "the function's tensors are over no mesh, or over several",
+            "t.redistribute(device_mesh, [Replicate()] * device_mesh.ndim)",
+        )
+        raise SpecError(message(f"the mesh of {name_of(t)} is not known", why, *called_at(), fix=fix))
     return mesh
 
 
