@@ -1,5 +1,6 @@
 """Writes in a step to CPU tensors and arrays from before the call, held against eager code on the CPU."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,14 @@ def in_a_block_without_gradients(m: Meter, x: torch.Tensor) -> Any:
         m.history[0] = m.loss(x).cpu()
 
 
+@written(2)
+def by_functions(m: Meter, x: torch.Tensor) -> Any:
+    operator.setitem(m.history, m.next(), m.loss(x).item())
+    m.array.__setitem__(slice(2), m.loss(x).item())
+    operator.iadd(m.counts, 1)
+    [m.counts.__setitem__(i, 2) for i in range(2)]
+
+
 @written(1)
 def and_returned(m: Meter, x: torch.Tensor) -> Any:
     m.history[0] = m.loss(x).item()
@@ -167,7 +176,28 @@ def test_losses_of_a_sharded_model_are_kept_on_the_host() -> None:
     torch.testing.assert_close(ours.history, theirs.history)
 
 
+def of_the_step(m: Meter, x: torch.Tensor) -> Any:
+    made = torch.zeros(3)
+    made[0] = 1.0
+    made.add_(m.at)
+    counts = vars(m).setdefault("hidden", [torch.zeros(2)])  # which is not found from outside
+    counts[0][1] += 2
+    return made, counts[0].clone() if m.at > 100 else None
+
+
+def test_a_tensor_of_the_step_is_written_at_once_beside_one_that_waits() -> None:
+    results: list[Any] = []
+    for device, wrap in (("jax", spmd.compile), ("cpu", lambda fn: fn)):
+        m = Meter(device)
+        vars(m)["hidden"] = [torch.zeros(2)]
+        step = wrap(of_the_step)
+        results.append([(step(m, torch.ones(4, 3, device=device))[0].tolist(), m.hidden[0].tolist()) for _ in range(3)])
+    assert results[0] == results[1]
+
+
 REFUSED: dict[str, tuple[Fn, str]] = {
+    "view": (lambda m, x: m.history[2:].add_(m.loss(x).item()), "writes to a view of a CPU tensor"),
+    "detached": (lambda m, x: m.history.data.add_(1), "writes to a view of a CPU tensor"),
     "read_after": (lambda m, x: (m.total.add_(m.loss(x).item()), m.total * 2), "reads m.total after writing to it in place"),
     "memory_read_after": (lambda m, x: (m.view.fill_(m.loss(x).item()), m.history.sum()), "reads m.view after writing to it in place"),
     "branch_after": (lambda m, x: (m.total.add_(1), bool(m.total > 3)), "reads m.total after writing to it in place"),

@@ -27,6 +27,7 @@ from spmd.base._errors import TraceAgain, TraceError, called_at, message, user_l
 from spmd.base._torch import set_grad_enabled
 from spmd.device._host_copies import HostCopy
 from spmd.device._storage import is_device_tensor
+from spmd.program.reads._heap import made_in_trace
 from spmd.program.reads._journal import Effect
 from spmd.program.reads._number_calls import known
 from spmd.program.reads._number_place import ABSENT
@@ -40,6 +41,7 @@ _MOST_CHECKED = 1 << 20  # elements of the largest tensor on a copy of which a t
 _NO_VALUES = frozenset(("requires_grad_", "rename_", "set_", "detach_"))  # change no values
 _DONE = object()  # the value of `holder[key]` after `holder[key] += value`, which waits
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_OPERATOR_FUNCTIONS = tuple(getattr(operator, f"i{name}") for name in _OPERATORS if hasattr(operator, f"i{name}"))
 _IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS)
 
 
@@ -103,17 +105,18 @@ class LateWrites:
         self._writes: list[_Write] = []
         self._written: dict[tuple[int, int], str] = {}  # by memory, from its first byte up to the one after its last: a title
 
-    def takes(self, holder: Any, *values: Any) -> bool:
+    def takes(self, recording: Recording, holder: Any, *values: Any) -> bool:
         """Whether a write of `values` to `holder` waits for the end of the call."""
         if not is_of_host(holder) or any(is_device_tensor(value) and type(value) is not HostCopy for value in values):
             return False
-        if isinstance(holder, torch.Tensor) and holder.requires_grad and torch.is_grad_enabled():  # torch raises
+        is_tensor = isinstance(holder, torch.Tensor)
+        if is_tensor and holder.requires_grad and torch.is_grad_enabled():  # torch raises
             return False
-        if (isinstance(holder, torch.Tensor) and (self.takes_all or id(holder) in self.known)) or any(
-            write.holder is holder for write in self._writes
-        ):
+        if (is_tensor and id(holder) in self.known) or any(write.holder is holder for write in self._writes):
             return True
-        return holds_copies(*values) or is_unknown(*values)
+        if holds_copies(*values) or is_unknown(*values):
+            return True
+        return is_tensor and self.takes_all and not (made_in_trace(holder) and _older_with_memory_of(recording, holder) is None)
 
     def note(self, recording: Recording, fn: Callable[..., Any], holder: Any, *given: Any, **options: Any) -> Any:
         """Note `fn(holder, *given, **options)`. Returns the holder.
@@ -155,21 +158,38 @@ class LateWrites:
             if start < last and first < end:
                 raise _refused(f"reads {title} after writing to it in place", "a call writes to tensors on the CPU when it ends")
 
-    def effects(self, is_before: Callable[[Any], bool]) -> list[Effect]:
+    def effects(self, recording: Recording) -> list[Effect]:
         """The writes, for each call to do.
-
-        Args:
-            is_before: whether an object existed before the trace.
 
         Raises:
             TraceError: the trace has made what is written to.
         """
         for write in self._writes:
-            if not is_before(write.holder):
-                kind = "an array" if isinstance(write.holder, np.ndarray) else "a CPU tensor"
-                why = "the program does not compute what the function makes on the host"
-                raise _refused(f"writes a value of the device into {kind} that it has made (line: {write.line})", why)
+            if not recording.is_before(write.holder):
+                raise _not_from_before(recording, write)
         return [Effect(write, ABSENT, write.title, ABSENT, write.given, write) for write in self._writes]
+
+
+def _older_with_memory_of(recording: Recording, tensor: torch.Tensor) -> Any:
+    """A tensor from before the trace, which it has read, on the storage of `tensor`; None if there is none."""
+    if tensor._base is not None:
+        return tensor._base
+    first = tensor.untyped_storage().data_ptr()
+    holders = (place.holder for place in recording.places.values())
+    shared = (h for h in holders if is_of_host(h) and isinstance(h, torch.Tensor) and h.untyped_storage().data_ptr() == first)
+    return next((h for h in shared if h is not tensor and not made_in_trace(h)), None)
+
+
+def _not_from_before(recording: Recording, write: _Write) -> TraceError:
+    """The error for a write to what the trace has made."""
+    older = _older_with_memory_of(recording, write.holder) if isinstance(write.holder, torch.Tensor) else None
+    if older is not None:
+        why = "a call does such writes when it ends, to tensors by their own names"
+        fix = "write to the tensor itself, t[1:] = value, or keep it on the device: .to('jax')"
+        return TraceError(message(f"the compiled function writes to a view of a CPU tensor, at {write.line}", why, fix=fix))
+    kind = "an array" if isinstance(write.holder, np.ndarray) else "a CPU tensor"
+    why = "the program does not compute what the function makes on the host"
+    return _refused(f"writes a value of the device into {kind} that it has made, at {write.line}", why)
 
 
 class LateItems:
@@ -186,8 +206,8 @@ class LateItems:
         if value is _DONE:
             return
         value, kept = _copied(value, holder), _kept_key(key)
-        if late.takes(holder, kept, value):
-            late.note(self._recording, _set, holder, kept, value)
+        if late.takes(self._recording, holder, kept, value):
+            _set_late(self._recording, holder, key, value)
         else:
             self._recording.read_content(holder)  # by which the write is found
             key, target = self._otherwise(known(key))
@@ -216,7 +236,7 @@ class LateElement(_LateOperand):
 
     def _updated(self, do: Callable[[Any, Any], Any], value: Any) -> Any:
         recording, holder, key = self._recording, self._holder, self._key
-        if recording.late.takes(holder, self._kept, value):
+        if recording.late.takes(recording, holder, self._kept, value):
             recording.late.note(recording, partial(_update, do), holder, self._kept, value)
             return _DONE
         key, container = recording.load_item(holder, known(key))
@@ -237,7 +257,7 @@ def late_operand(recording: Recording, left: Any, right: Any) -> Any:
     """What takes the place of `left` in `left += right` and the like if the write waits for the end of the call; else None."""
     if isinstance(left, LateElement):
         return left
-    return _LateOperand(recording, left) if recording.late.takes(left, right) else None
+    return _LateOperand(recording, left) if recording.late.takes(recording, left, right) else None
 
 
 def late_method(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -249,14 +269,20 @@ def late_method(recording: Recording, fn: Any, args: tuple[Any, ...]) -> Callabl
     if kind is types.MethodDescriptorType:  # torch.Tensor.add_(total, copy)
         chosen = late_method(recording, fn.__get__(args[0]), args[1:]) if args and is_of_host(args[0]) else None
         return None if chosen is None else lambda _, *given, **options: chosen(*given, **options)
+    if kind is types.MethodWrapperType and fn.__name__ == "__setitem__" and len(args) == 2:  # total.__setitem__(0, copy)
+        chosen = late_method(recording, operator.setitem, (fn.__self__, *args))
+        return None if chosen is None else partial(chosen, fn.__self__)
+    if fn is operator.setitem and len(args) == 3 and is_of_host(args[0]):
+        kept, value = _kept_key(args[1]), _copied(args[2], args[0])
+        return partial(_set_late, recording) if recording.late.takes(recording, args[0], kept, value) else None
     is_at = kind is types.BuiltinFunctionType and type(fn.__self__) is np.ufunc and fn.__name__ == "at"
-    if (is_at or fn is np.copyto) and args and is_of_host(args[0]):
-        return partial(recording.late.note, recording, fn) if recording.late.takes(*args) else None
+    if (is_at or fn is np.copyto or any(fn is each for each in _OPERATOR_FUNCTIONS)) and args and is_of_host(args[0]):
+        return partial(recording.late.note, recording, fn) if recording.late.takes(recording, *args) else None
     if kind is not types.BuiltinFunctionType or not is_of_host(owner := fn.__self__) or not _writes(fn.__name__, type(owner)):
         return None
     copied = partial(_copied, holder=owner) if fn.__name__ == "copy_" else _itself
     do = getattr(type(owner), fn.__name__)
-    if not recording.late.takes(owner, *map(copied, args)):
+    if not recording.late.takes(recording, owner, *map(copied, args)):
         return None
     return lambda *given, **options: recording.late.note(recording, do, owner, *map(copied, given), **options)
 
@@ -294,7 +320,7 @@ def _into(fn: Callable[..., Any], out: Any, *given: Any, **options: Any) -> None
 
 def with_late_writes(effects: list[Effect], recording: Recording) -> list[Effect]:
     """The writes of a trace, followed by those that every call does when it ends."""
-    return [*effects, *recording.late.effects(recording.is_before)]
+    return [*effects, *recording.late.effects(recording)]
 
 
 class _Slice(NamedTuple):
@@ -315,6 +341,10 @@ def _key_of(kept: Any) -> Any:
     if type(kept) is _Slice:
         return slice(*kept)
     return tuple(map(_key_of, kept)) if type(kept) is tuple else kept
+
+
+def _set_late(recording: Recording, holder: Any, key: Any, value: Any) -> None:
+    recording.late.note(recording, _set, holder, _kept_key(key), _copied(value, holder))
 
 
 def _set(holder: Any, key: Any, value: Any) -> None:
