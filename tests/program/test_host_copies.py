@@ -469,7 +469,6 @@ REFUSED: dict[str, tuple[Fn, str]] = {
     "random_like": (lambda s, x, y: torch.rand_like(x.cpu()), "rand_like draws random numbers of the host.*fix: draw on the device"),
     "dropout": (lambda s, x, y: F.dropout(x.cpu()), "draws random numbers of the host.*fix: draw on the device"),
     "added_to_a_part": (lambda s, x, y: WEIGHTS[:2].add_(x.sum().cpu()), "writes to a view of a CPU tensor"),
-    "item_of_a_cpu_tensor": (lambda s, x, y: WEIGHTS.__setitem__(0, x.sum().cpu()), "was written into a CPU tensor"),
     "copied_into_a_part": (lambda s, x, y: WEIGHTS[:2].copy_(x[0, :2]), "writes to a view of a CPU tensor"),
     "out": (lambda s, x, y: torch.add(x.cpu(), 1, out=torch.empty(4, 3)), "was written into a CPU tensor"),
     "saved": (lambda s, x, y: torch.save(x.cpu(), io.BytesIO()), "was pickled or saved.*fix: return it from the step"),
