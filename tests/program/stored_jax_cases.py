@@ -27,6 +27,10 @@ def _table(device: str, changed: bool) -> Any:
     return torch.from_numpy(host) if device == "cpu" else jnp.asarray(host)
 
 
+def _scaled_by(table: Any) -> Callable[[Any], Any]:
+    return lambda y: y * table
+
+
 @case
 def an_array_of_jax_in_a_variable(device: str, wrap: Any, changed: bool) -> Values:
     global TABLE
@@ -48,11 +52,7 @@ def an_array_of_jax_in_a_partial_function(device: str, wrap: Any, changed: bool)
 
 @case
 def an_array_of_jax_in_a_checkpointed_function(device: str, wrap: Any, changed: bool) -> Values:
-    table = _table(device, changed)
-
-    def scaled(y: Any) -> Any:
-        return y * table
-
+    scaled = _scaled_by(_table(device, changed))
     fn = scaled if device == "cpu" else jax.checkpoint(scaled)
     return calls(wrap(lambda x: _called(fn, x)), device)
 
@@ -65,10 +65,6 @@ def an_array_of_jax_as_an_argument_of_a_jax_function(device: str, wrap: Any, cha
 
 @case
 def an_array_of_jax_in_a_jitted_function(device: str, wrap: Any, changed: bool) -> Values:
-    table = _table(device, changed)
-
-    def scaled(y: Any) -> Any:
-        return y * table
-
+    scaled = _scaled_by(_table(device, changed))
     fn = scaled if device == "cpu" else jax.jit(scaled)
     return calls(wrap(lambda x: _called(fn, x)), device)

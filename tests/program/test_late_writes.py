@@ -146,7 +146,7 @@ def test_every_call_writes_what_eager_code_writes(name: str) -> None:
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
         assert step(ours, x.to("jax")) == fn(theirs, x)
         for got, expected in zip(ours.of_host(), theirs.of_host(), strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(got, expected, rtol=1.3e-6, atol=1e-6)  # sums in float32, in another order; some cancel
     assert step.num_traces == num_traces, step.retraces
 
 
@@ -167,11 +167,11 @@ def test_the_tensor_is_the_one_of_each_call() -> None:
 def test_losses_of_a_sharded_model_are_kept_on_the_host() -> None:
     ours, theirs = Meter("jax"), Meter("cpu")
     devices = mesh.Mesh(range(8), (2, 4), ("data", "model"))
-    spmd.mark_sharding(ours.lin.weight, devices, ("model", None) if ours.lin.weight.shape[0] % 4 == 0 else (None, None))
+    spmd.mark_sharding(ours.lin.weight, devices, ("data", None))
     step = spmd.compile(a_number_at_a_counter)
     for seed in range(4):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
-        step(ours, spmd.mark_sharding(x.to("jax"), devices, ("data", None)))
+        step(ours, spmd.mark_sharding(x.to("jax"), devices, ("model", None)))
         a_number_at_a_counter(theirs, x)
     torch.testing.assert_close(ours.history, theirs.history)
 
